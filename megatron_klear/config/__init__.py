@@ -1,0 +1,1 @@
+"""Recipes: frozen, torch-free, every fault of one found before anything is launched."""

@@ -1,0 +1,84 @@
+"""The model of a recipe and its shape, read from a Hugging Face config.json without torch."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from megatron_klear.config.base import Config
+from megatron_klear.errors import CheckpointError
+
+
+class ModelConfig(Config):
+    """Which model, and where its first weights come from."""
+
+    hf_checkpoint: str
+    """Hugging Face folder: config.json and tokenizer files; the weights too, unless `load` or `random_init` says otherwise."""
+    load: str | None = None
+    """Megatron checkpoint folder (the parent of iter_*) whose weights start this run; its optimizer state is not taken."""
+    random_init: bool = False
+    """Start from random weights (std `initializer_range` of config.json) instead of the folder's."""
+    params_dtype: Literal["float32", "bfloat16"] = "bfloat16"
+    """Type of weights and activations. With bfloat16 the optimizer keeps float32 main weights."""
+
+
+class Qwen3Shape(BaseModel):
+    """Shape of a dense Qwen3, under Hugging Face's names."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore")
+
+    model_type: Literal["qwen3"]
+    vocab_size: int = Field(gt=0)
+    hidden_size: int = Field(gt=0)
+    intermediate_size: int = Field(gt=0)
+    num_hidden_layers: int = Field(gt=0)
+    num_attention_heads: int = Field(gt=0)
+    num_key_value_heads: int = Field(gt=0)
+    head_dim: int = Field(default=128, gt=0)
+    rms_norm_eps: float = Field(default=1e-6, gt=0)
+    rope_theta: float = Field(default=10000.0, gt=0)
+    max_position_embeddings: int = Field(gt=0)
+    tie_word_embeddings: bool = False
+    initializer_range: float = Field(default=0.02, gt=0)
+    attention_bias: Literal[False] = False
+    hidden_act: Literal["silu"] = "silu"
+    use_sliding_window: Literal[False] = False
+    rope_scaling: None = None
+
+
+def _flatten_rope(raw: dict[str, Any]) -> dict[str, Any]:
+    """Newer transformers write {"rope_parameters": {"rope_type": "default", "rope_theta": ...}}; older ones top-level keys."""
+    rope = raw.get("rope_parameters")
+    if not isinstance(rope, dict):
+        return raw
+    flat = {**raw, "rope_theta": rope.get("rope_theta", raw.get("rope_theta", 10000.0))}
+    if rope.get("rope_type", "default") != "default":
+        flat["rope_scaling"] = rope
+    return flat
+
+
+def read_shape(hf_checkpoint: str | Path) -> Qwen3Shape:
+    """Read a Qwen3 shape from a Hugging Face folder. Raises `CheckpointError` naming the file and each wrong field."""
+    path = Path(hf_checkpoint) / "config.json"
+    if not path.is_file():
+        raise CheckpointError(f"{path} does not exist; hf_checkpoint must be a Hugging Face model folder with a config.json")
+    try:
+        raw = json.loads(path.read_text())
+    except json.JSONDecodeError as error:
+        raise CheckpointError(f"{path} is not valid JSON: {error}") from error
+    if not isinstance(raw, dict):
+        raise CheckpointError(f"{path} holds a {type(raw).__name__}; expected a JSON object")
+    try:
+        shape = Qwen3Shape(**_flatten_rope(raw))
+    except ValidationError as error:
+        faults = "; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']}, got {e.get('input')!r}" for e in error.errors())
+        raise CheckpointError(f"{path} does not describe a dense Qwen3 that this version can run: {faults}") from error
+    if shape.num_attention_heads % shape.num_key_value_heads:
+        raise CheckpointError(
+            f"{path}: num_attention_heads {shape.num_attention_heads} is not a multiple of"
+            f" num_key_value_heads {shape.num_key_value_heads}"
+        )
+    return shape

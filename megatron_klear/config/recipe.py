@@ -1,0 +1,282 @@
+"""All parts of a recipe. Field docstrings are the reference: `docs/config.md` is generated from them."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from megatron_klear.config.base import Config
+from megatron_klear.config.model import ModelConfig
+
+PositiveInt = Annotated[int, Field(gt=0)]
+NonNegativeInt = Annotated[int, Field(ge=0)]
+PositiveFloat = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+NonNegativeFloat = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+
+
+class RunConfig(Config):
+    """Where a run writes and what it is called."""
+
+    output_dir: str
+    """Folder of this run: resolved recipe, metrics.jsonl, samples, plots, report, checkpoints."""
+    name: str = "run"
+    """Shown in plots, TensorBoard and wandb."""
+    seed: NonNegativeInt = 1234
+    """Seeds weights, data order and sampling."""
+    tensorboard: bool = True
+    """Write TensorBoard events under output_dir/tensorboard."""
+    wandb_project: str | None = None
+    """Also log to this Weights & Biases project (needs the extra `wandb`)."""
+
+
+class ParallelConfig(Config):
+    """How the model and the data are split over ranks. Data parallelism takes the ranks that are left over."""
+
+    tensor_model_parallel_size: PositiveInt = 1
+    """Ranks that share each weight matrix; must divide heads, KV heads, intermediate size."""
+    pipeline_model_parallel_size: PositiveInt = 1
+    """Ranks that share the layers; must divide num_hidden_layers."""
+    sequence_parallel: bool = False
+    """Split norm activations along the sequence over the tensor-parallel ranks (needs tensor_model_parallel_size > 1)."""
+    use_distributed_optimizer: bool = True
+    """Shard optimizer state over the data-parallel ranks."""
+    distributed_timeout_minutes: PositiveInt = 30
+    """How long a collective may wait before the run fails."""
+
+
+class OptimizerConfig(Config):
+    """AdamW and its learning-rate schedule."""
+
+    lr: NonNegativeFloat
+    """Peak learning rate. 0 is allowed (a soak run whose weights must not move)."""
+    min_lr: NonNegativeFloat = 0.0
+    """Learning rate at the end of the decay."""
+    lr_decay_style: Literal["constant", "linear", "cosine"] = "constant"
+    """Shape of the schedule after the warm-up."""
+    lr_decay_iters: PositiveInt | None = None
+    """Updates until min_lr, the warm-up included; needed with a decay in `rl`, where the number of updates is not known ahead."""
+    lr_warmup_iters: NonNegativeInt = 0
+    """Updates over which the rate rises linearly from 0."""
+    weight_decay: NonNegativeFloat = 0.1
+    """Decoupled weight decay on matrices; norm weights have none."""
+    adam_beta1: Annotated[float, Field(ge=0, lt=1)] = 0.9
+    adam_beta2: Annotated[float, Field(ge=0, lt=1)] = 0.999
+    adam_eps: PositiveFloat = 1e-8
+    clip_grad: NonNegativeFloat = 1.0
+    """Largest global gradient norm; 0 clips nothing."""
+
+
+class BatchConfig(Config):
+    """How samples become optimizer updates and forward passes."""
+
+    global_batch_size: PositiveInt
+    """Most samples in one optimizer update, over all data-parallel ranks."""
+    max_tokens_per_gpu: PositiveInt = 16384
+    """Most tokens in one micro-batch on one rank; must hold the longest sample."""
+
+
+class HealthConfig(Config):
+    """Checks that stop a run before it wastes a night."""
+
+    max_train_rollout_logprob_abs_diff: PositiveFloat = 0.1
+    """Largest mean |trainer log-prob - engine log-prob| of a step."""
+    max_nonfinite_steps: NonNegativeInt = 3
+    """Updates with a NaN or infinite loss or gradient that are skipped (and dumped) in a row before the run stops."""
+    constant_reward_alarm_steps: PositiveInt = 10
+    """Warn when the mean reward has not changed for so many steps."""
+
+
+class CheckpointConfig(Config):
+    """Megatron checkpoints of the run."""
+
+    save: str | None = None
+    """Folder of iter_* and latest_checkpointed_iteration.txt; output_dir/checkpoints if not given."""
+    save_interval: PositiveInt | None = None
+    """Save every so many steps, and always at the end; only at the end if not given."""
+    resume: bool = False
+    """Go on from the newest checkpoint in `save`: weights, optimizer, schedule, data cursor, random state."""
+    overwrite: bool = False
+    """Allow a fresh run in a folder that holds another run's output; that output is deleted."""
+
+
+class ExportConfig(Config):
+    """Hugging Face folder to write when training is done."""
+
+    hf_dir: str | None = None
+    """Where to write it; nothing is exported if not given."""
+    max_shard_bytes: PositiveInt = 5 * 1024**3
+    """Largest safetensors shard."""
+
+
+class EvalConfig(Config):
+    """Greedy accuracy on held-out problems with the embedded engine."""
+
+    prompt_data: str | None = None
+    """Problems, as jsonl or parquet; no evaluation if not given."""
+    eval_interval: PositiveInt | None = None
+    """Evaluate every so many steps, besides before the first and after the last."""
+    eval_before_train: bool = True
+    """Evaluate the starting weights."""
+    max_response_len: PositiveInt = 1024
+    """Most tokens of an answer."""
+
+
+class SftDataConfig(Config):
+    """Supervised samples: rows with `messages`, or with a prompt and a response."""
+
+    path: str
+    """jsonl or parquet file."""
+    messages_key: str = "messages"
+    """Field with [{role, content}, ...]; the loss is on what the assistant says last."""
+    input_key: str = "prompt"
+    """Field with the prompt where a row has no messages: text, or messages."""
+    response_key: str = "response"
+    """Field with the response where a row has no messages."""
+    max_length: PositiveInt = 32768
+    """Most tokens of a sample, prompt included."""
+    overlong: Literal["drop", "truncate", "error"] = "error"
+    """What to do with a longer one: leave it out (counted), cut its end (counted), or stop."""
+
+
+class PromptDataConfig(Config):
+    """Problems for rollouts."""
+
+    prompt_data: str
+    """jsonl or parquet file. Rows as slime's (prompt, label, metadata) or verl's (prompt, reward_model.ground_truth, data_source)."""
+    input_key: str = "prompt"
+    """Field with the prompt: text, or messages."""
+    label_key: str = "label"
+    """Field with the answer; a verl row's reward_model.ground_truth is taken where it is absent."""
+    max_prompt_len: PositiveInt = 4096
+    """Most tokens of a rendered prompt."""
+    overlong: Literal["drop", "error"] = "drop"
+    """What to do with a longer one: leave it out (counted), or stop."""
+
+
+class RolloutConfig(Config):
+    """How responses are sampled."""
+
+    num_rollout: PositiveInt
+    """RL steps: each samples rollout_batch_size x n_samples_per_prompt responses and trains on them."""
+    rollout_batch_size: PositiveInt
+    """Prompts a step."""
+    n_samples_per_prompt: Annotated[int, Field(ge=2)] = 8
+    """Responses a prompt; a group of one has no spread to learn from."""
+    rollout_max_response_len: PositiveInt = 1024
+    """Most tokens of a response; longer ones are cut off and marked as truncated."""
+    rollout_temperature: PositiveFloat = 1.0
+    """Sampling temperature; the trainer's log-probs use the same."""
+    engine: Literal["embedded"] = "embedded"
+    """Where responses are sampled: in this process, by the embedded engine."""
+    max_running_requests: PositiveInt = 256
+    """Rows the embedded engine decodes at a time; finished rows make room for waiting ones."""
+
+
+class PolicyLossConfig(Config):
+    """Parts that every policy loss has."""
+
+    sft_loss_coef: NonNegativeFloat = 0.0
+    """alpha of the joint SFT term on samples with reward exactly 1 (Klear-Reasoner Eq. 14; 0.1 there)."""
+
+
+class PpoLossConfig(PolicyLossConfig):
+    """PPO's clipped surrogate with one width (arXiv 1707.06347 Eq. 7)."""
+
+    type: Literal["ppo"]
+    eps_clip: Annotated[float, Field(gt=0, lt=1)] = 0.2
+    """Clip width on both sides."""
+
+
+class ClipHigherLossConfig(PolicyLossConfig):
+    """PPO with a wider upper clip (DAPO, arXiv 2503.14476 Eq. 10)."""
+
+    type: Literal["clip_higher"]
+    eps_clip: Annotated[float, Field(gt=0, lt=1)] = 0.2
+    """Lower clip width."""
+    eps_clip_high: PositiveFloat = 0.28
+    """Upper clip width."""
+
+
+class GppoLossConfig(PolicyLossConfig):
+    """Gradient-preserving clipping (Klear-Reasoner, arXiv 2508.07629 Eq. 11-12): clipped tokens keep a bounded gradient."""
+
+    type: Literal["gppo"]
+    eps_clip: Annotated[float, Field(gt=0, lt=1)] = 0.2
+    """Lower clip width: a clipped token with negative advantage keeps weight 1 - eps_clip."""
+    eps_clip_high: PositiveFloat = 0.28
+    """Upper clip width: a clipped token with positive advantage keeps weight 1 + eps_clip_high."""
+
+
+LossConfig = Annotated[PpoLossConfig | ClipHigherLossConfig | GppoLossConfig, Field(discriminator="type")]
+
+
+class AdvantageConfig(Config):
+    """Group advantages (GRPO): (reward - group mean) / (group std + eps)."""
+
+    std: Literal["population", "unbiased", "none"] = "population"
+    """Divisor of the variance: n (Klear-Reasoner Eq. 4), n - 1 (its released code), or no division by the std at all (Dr.GRPO)."""
+    eps: NonNegativeFloat = 1e-6
+    """Added to the std."""
+
+
+class RewardConfig(Config):
+    """Which reward, and how it is run."""
+
+    type: str
+    """`math` (math-verify in worker processes), `arithmetic` (exact integer), or `package.module:function` of your own."""
+    correct: float = 1.0
+    """Reward of a right answer."""
+    incorrect: float = -1.0
+    """Reward of a wrong or cut-off answer."""
+    format: Literal["none", "think"] = "think"
+    """`think`: an answer not preceded by <think>...</think> is incorrect, whatever it says."""
+    timeout_s: PositiveFloat = 5.0
+    """`math` only: longest verification of one answer; a slower worker is killed and the answer counted as a failure."""
+    num_workers: PositiveInt = 2
+    """`math` only: verifier processes."""
+
+
+class SelectionConfig(Config):
+    """Which samples are left out of training, each with a counted reason."""
+
+    drop_zero_std_groups: bool = True
+    """Leave out groups whose rewards are all equal: their advantages are zero."""
+    shuffle_rewards: bool = False
+    """Control experiment: permute the rewards at random over the whole step. Nothing should be learnt then."""
+
+
+class _Recipe(Config):
+    run: RunConfig
+    model: ModelConfig
+    parallel: ParallelConfig = ParallelConfig()
+    optimizer: OptimizerConfig
+    batch: BatchConfig
+    eval: EvalConfig = EvalConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    export: ExportConfig = ExportConfig()
+    health: HealthConfig = HealthConfig()
+
+
+class SftRecipe(_Recipe):
+    """A supervised fine-tuning run."""
+
+    data: SftDataConfig
+    train_iters: PositiveInt
+    """Optimizer updates; the data is repeated in a new order each epoch."""
+    reward: RewardConfig | None = None
+    """How evaluation decides that an answer is right; needed with eval.prompt_data."""
+
+
+class RlRecipe(_Recipe):
+    """A reinforcement-learning run."""
+
+    data: PromptDataConfig
+    rollout: RolloutConfig
+    loss: LossConfig
+    advantage: AdvantageConfig = AdvantageConfig()
+    reward: RewardConfig
+    selection: SelectionConfig = SelectionConfig()
+
+
+Recipe = SftRecipe | RlRecipe

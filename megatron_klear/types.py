@@ -1,0 +1,245 @@
+"""The nouns. Standard library only at import; tensors appear in annotations alone.
+
+One alignment holds everywhere a sequence is a row of numbers per position ([T] or [L]):
+position t holds token `token_ids[t]`, `labels[t]` is the token that follows it, and every per-token number
+(log-prob, scale, advantage) at t belongs to PREDICTING `labels[t]`. The last position of a sequence predicts nothing
+and carries zeros.
+
+A log-prob is named by the policy that made it: `rollout_` (the engine that sampled), `old_` (the trainer before the
+update), `current_` (the trainer now), `reference_`.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Literal
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from megatron_klear.metrics import Metric
+
+StopReason = Literal["stop", "length", "abort"]
+Message = Mapping[str, str]
+
+
+@dataclass(frozen=True, slots=True)
+class Topology:
+    """Where this rank stands. Ints only: it can be passed to code that must not know of process groups."""
+
+    rank: int = 0
+    world_size: int = 1
+    tensor_rank: int = 0
+    tensor_size: int = 1
+    pipeline_rank: int = 0
+    pipeline_size: int = 1
+    data_rank: int = 0
+    data_size: int = 1
+
+    @property
+    def is_first_stage(self) -> bool:
+        """True where the embedding lives."""
+        return self.pipeline_rank == 0
+
+    @property
+    def is_last_stage(self) -> bool:
+        """True where the head lives, log-probs and losses exist."""
+        return self.pipeline_rank == self.pipeline_size - 1
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """One question, already tokenized: `token_ids` is the rendered template up to where the model starts to write."""
+
+    prompt_id: str
+    token_ids: tuple[int, ...]
+    messages: tuple[Message, ...] = ()
+    answer: str = ""
+    source: str = ""
+    metadata: Mapping[str, object] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class Sample:
+    """One trainable token sequence with its story. Grows only through `append_response`.
+
+    Example: prompt ids (5, 6), response 7, 8 with log-probs -0.1, -0.2 ->
+    token_ids [5, 6, 7, 8], loss_mask [0, 0, 1, 1], rollout_logprobs [0, 0, -0.1, -0.2]
+    (here, before packing, entry i belongs to token i itself; `pack` shifts it to the predicting position).
+    """
+
+    sample_id: str
+    prompt: Prompt
+    token_ids: list[int] = field(default_factory=list)
+    loss_mask: list[int] = field(default_factory=list)
+    rollout_logprobs: list[float] = field(default_factory=list)
+    reward: float | None = None
+    reward_reason: str = ""
+    advantage: float = 0.0
+    weight_version_min: int | None = None
+    weight_version_max: int | None = None
+    stop_reason: StopReason | None = None
+
+    def __post_init__(self) -> None:
+        if not self.token_ids:
+            self.token_ids = list(self.prompt.token_ids)
+            self.loss_mask = [0] * len(self.token_ids)
+            self.rollout_logprobs = [0.0] * len(self.token_ids)
+
+    @property
+    def response_ids(self) -> list[int]:
+        """Token ids after the prompt."""
+        return self.token_ids[len(self.prompt.token_ids) :]
+
+    @property
+    def num_loss_tokens(self) -> int:
+        """Tokens the loss counts."""
+        return sum(self.loss_mask)
+
+    def append_response(
+        self, token_ids: Sequence[int], logprobs: Sequence[float], *, weight_version: int, stop_reason: StopReason
+    ) -> None:
+        """Add engine output. All three rows grow together, so they cannot drift apart."""
+        if len(token_ids) != len(logprobs):
+            raise ValueError(
+                f"sample {self.sample_id}: {len(token_ids)} response tokens but {len(logprobs)} log-probs;"
+                " an engine must return one log-prob for each token it sampled"
+            )
+        self.token_ids.extend(token_ids)
+        self.loss_mask.extend([1] * len(token_ids))
+        self.rollout_logprobs.extend(logprobs)
+        versions = [v for v in (self.weight_version_min, self.weight_version_max, weight_version) if v is not None]
+        self.weight_version_min, self.weight_version_max = min(versions), max(versions)
+        self.stop_reason = stop_reason
+
+
+@dataclass(frozen=True, slots=True)
+class SampleGroup:
+    """The G samples of one prompt, brought together by prompt id, never by position."""
+
+    prompt: Prompt
+    samples: tuple[Sample, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class RolloutBatch:
+    """All groups made for one RL step. `dropped` counts samples by the reason they were left out."""
+
+    groups: tuple[SampleGroup, ...]
+    metrics: Mapping[str, Metric] = field(default_factory=dict)
+    dropped: Counter[str] = field(default_factory=Counter)
+
+    @property
+    def samples(self) -> list[Sample]:
+        """Every sample, group after group."""
+        return [sample for group in self.groups for sample in group.samples]
+
+
+@dataclass(slots=True)
+class MicroBatch:
+    """One forward pass: S sequences packed into T positions (T may end in masked padding sequences).
+
+    Every tensor is local to a data-parallel rank and equal on its model-parallel ranks. `token_scale` and `nll_scale`
+    already hold every division: a loss is a plain sum over positions.
+    """
+
+    token_ids: Tensor  # [T] int64
+    labels: Tensor  # [T] int64, the next token; 0 where there is none
+    positions: Tensor  # [T] int64, position inside the sequence
+    cu_seqlens: Tensor  # [S+1] int32, starts of the sequences and T
+    sequence_ids: Tensor  # [T] int64, index of the sequence inside this micro-batch
+    max_seqlen: int  # longest sequence, on the host so that no kernel launch waits for the device
+    token_scale: Tensor  # [T] float32, mask x aggregation weight / global count
+    nll_scale: Tensor  # [T] float32, the same for the joint SFT term, alpha included
+    advantages: Tensor  # [T] float32
+    rollout_logprobs: Tensor  # [T] float32
+    old_logprobs: Tensor  # [T] float32; zeros until `annotate`
+
+
+@dataclass(slots=True)
+class TrainBatch:
+    """What ONE optimizer update sees on this data-parallel rank. The counts are global, fixed in `pack`."""
+
+    micro_batches: list[MicroBatch]
+    num_loss_tokens: int
+    num_samples: int
+    num_sft_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class TokenStats:
+    """What the head gives back, on the last pipeline stage only; zeros where no loss is taken."""
+
+    logprobs: Tensor  # [T] float32, log pi(labels[t] | ...), temperature applied
+    entropy: Tensor | None = None  # [T] float32, without gradient
+
+
+@dataclass(frozen=True, slots=True)
+class LossOutput:
+    """A summed loss (scalar, with gradient) and metrics about it (detached)."""
+
+    loss: Tensor
+    metrics: dict[str, Metric]
+
+
+@dataclass(frozen=True, slots=True)
+class StepReport:
+    """Outcome of one optimizer update, the same on every rank."""
+
+    metrics: dict[str, float]
+    grad_norm: float
+    lr: float
+    skipped: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class GenerationRequest:
+    """Token ids in. `seed` makes the samples of this request reproducible whatever shares its batch."""
+
+    request_id: str
+    token_ids: tuple[int, ...]
+    max_new_tokens: int
+    temperature: float = 1.0
+    stop_token_ids: tuple[int, ...] = ()
+    seed: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """Token ids and log-probs out (log-probs after temperature). The stop token, if any, is the last token."""
+
+    request_id: str
+    token_ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    stop_reason: StopReason
+    weight_version: int
+
+
+@dataclass(frozen=True, slots=True)
+class RewardRequest:
+    """What a reward function sees of a sample: the prompt with its answer, and the decoded response."""
+
+    prompt: Prompt
+    response: str
+    truncated: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Score:
+    """A reward and why. `failure` names an infrastructure failure: then `reward` is None and the sample is dropped."""
+
+    reward: float | None
+    reason: str
+    failure: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class SyncReport:
+    """A weight push that every engine confirmed."""
+
+    version: int
+    num_tensors: int
+    num_bytes: int
+    seconds: float
