@@ -48,6 +48,33 @@ class Qwen3Shape(BaseModel):
     use_sliding_window: Literal[False] = False
     rope_scaling: None = None
 
+    def tensor_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Every tensor a checkpoint of this shape holds, under Hugging Face names, in Hugging Face's order."""
+        names: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (self.vocab_size, self.hidden_size)}
+        for i in range(self.num_hidden_layers):
+            names |= {f"model.layers.{i}.{name}.weight": shape for name, shape in self._layer_shapes().items()}
+        names["model.norm.weight"] = (self.hidden_size,)
+        if not self.tie_word_embeddings:
+            names["lm_head.weight"] = (self.vocab_size, self.hidden_size)
+        return names
+
+    def _layer_shapes(self) -> dict[str, tuple[int, ...]]:
+        hidden, dim, wide = self.hidden_size, self.head_dim, self.intermediate_size
+        q_rows, kv_rows = self.num_attention_heads * dim, self.num_key_value_heads * dim
+        return {
+            "input_layernorm": (hidden,),
+            "self_attn.q_proj": (q_rows, hidden),
+            "self_attn.k_proj": (kv_rows, hidden),
+            "self_attn.v_proj": (kv_rows, hidden),
+            "self_attn.q_norm": (dim,),
+            "self_attn.k_norm": (dim,),
+            "self_attn.o_proj": (hidden, q_rows),
+            "post_attention_layernorm": (hidden,),
+            "mlp.gate_proj": (wide, hidden),
+            "mlp.up_proj": (wide, hidden),
+            "mlp.down_proj": (hidden, wide),
+        }
+
 
 def _flatten_rope(raw: dict[str, Any]) -> dict[str, Any]:
     """Newer transformers write {"rope_parameters": {"rope_type": "default", "rope_theta": ...}}; older ones top-level keys."""

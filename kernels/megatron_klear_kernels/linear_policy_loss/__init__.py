@@ -1,0 +1,1 @@
+"""Output layer, log-prob and policy loss."""

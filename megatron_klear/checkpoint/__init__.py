@@ -1,0 +1,3 @@
+"""Megatron checkpoints and Hugging Face folders."""
+
+import megatron_klear.parallel  # noqa: F401  silences Megatron's import noise before anything here imports Megatron

@@ -1,0 +1,325 @@
+"""What must hold between the settings of a recipe, one small function a rule.
+
+A rule takes the facts it needs (sections, the model's shape, the number of ranks) and yields faults. A rule runs when
+all its facts are known, so a recipe with a broken section still hears of every fault in the others.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping
+from math import gcd
+from pathlib import Path
+from typing import Any
+
+from megatron_klear.config.model import ModelConfig, Qwen3Shape, read_shape
+from megatron_klear.config.names import NOT_GIVEN, Kind, did_you_mean, missing_path_hint
+from megatron_klear.config.recipe import (
+    BatchConfig,
+    CheckpointConfig,
+    EvalConfig,
+    ExportConfig,
+    OptimizerConfig,
+    ParallelConfig,
+    PolicyLossConfig,
+    PromptDataConfig,
+    Recipe,
+    RewardConfig,
+    RolloutConfig,
+    SftDataConfig,
+    SftRecipe,
+)
+from megatron_klear.errors import CheckpointError, Fault
+
+Faults = Iterator[Fault]
+
+_REWARDS = ("math", "arithmetic")
+_DOTTED_FUNCTION = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
+_TP = "parallel.tensor_model_parallel_size"
+_PP = "parallel.pipeline_model_parallel_size"
+
+
+def _divisors(number: int) -> str:
+    return ", ".join(str(size) for size in range(1, number + 1) if number % size == 0)
+
+
+def _tensor_sizes(shape: Qwen3Shape) -> str:
+    common = gcd(shape.num_attention_heads, shape.num_key_value_heads, shape.intermediate_size)
+    return f"sizes that fit this model: {_divisors(common)}"
+
+
+def _heads_split_evenly(parallel: ParallelConfig, shape: Qwen3Shape) -> Faults:
+    size = parallel.tensor_model_parallel_size
+    if shape.num_attention_heads % size:
+        yield Fault(_TP, size, f"does not divide num_attention_heads {shape.num_attention_heads}", _tensor_sizes(shape))
+
+
+def _key_value_heads_split_evenly(parallel: ParallelConfig, shape: Qwen3Shape) -> Faults:
+    size, heads = parallel.tensor_model_parallel_size, shape.num_key_value_heads
+    if heads < size:
+        reason = f"is more than num_key_value_heads {heads}: a KV head is never split over ranks nor copied to several"
+        yield Fault(_TP, size, reason, _tensor_sizes(shape))
+    elif heads % size:
+        yield Fault(_TP, size, f"does not divide num_key_value_heads {heads}", _tensor_sizes(shape))
+
+
+def _mlp_splits_evenly(parallel: ParallelConfig, shape: Qwen3Shape) -> Faults:
+    size = parallel.tensor_model_parallel_size
+    if shape.intermediate_size % size:
+        yield Fault(_TP, size, f"does not divide intermediate_size {shape.intermediate_size}", _tensor_sizes(shape))
+
+
+def _layers_split_evenly(parallel: ParallelConfig, shape: Qwen3Shape) -> Faults:
+    size, layers = parallel.pipeline_model_parallel_size, shape.num_hidden_layers
+    if layers % size:
+        sizes = f"sizes that fit this model: {_divisors(layers)}"
+        yield Fault(_PP, size, f"does not divide num_hidden_layers {layers}", sizes)
+
+
+def _sequence_parallel_has_ranks(parallel: ParallelConfig) -> Faults:
+    if parallel.sequence_parallel and parallel.tensor_model_parallel_size == 1:
+        reason = "would have no effect: it splits over the tensor-parallel ranks and tensor_model_parallel_size is 1"
+        yield Fault("parallel.sequence_parallel", True, reason, "leave it out, or raise tensor_model_parallel_size")
+
+
+def model_parallel_size(parallel: ParallelConfig) -> int:
+    """Ranks that hold one copy of the model together."""
+    return parallel.tensor_model_parallel_size * parallel.pipeline_model_parallel_size
+
+
+def _world_divides(parallel: ParallelConfig, world_size: int) -> Faults:
+    ranks = model_parallel_size(parallel)
+    whole, rest = divmod(world_size, ranks)
+    if rest or not whole:
+        reason = (
+            f"tensor {parallel.tensor_model_parallel_size} x pipeline {parallel.pipeline_model_parallel_size} = {ranks}"
+            f" ranks hold one copy of the model, and {world_size} = {whole} x {ranks} + {rest}"
+        )
+        smaller = f"{whole * ranks} or " if whole else ""
+        yield Fault("world_size", world_size, reason, f"use {smaller}{(whole + 1) * ranks} ranks")
+
+
+def _batch_reaches_every_rank(batch: BatchConfig, parallel: ParallelConfig, world_size: int) -> Faults:
+    data_size = world_size // model_parallel_size(parallel)
+    if batch.global_batch_size < data_size:
+        reason = f"leaves some of the {data_size} data-parallel ranks without a sample"
+        yield Fault("batch.global_batch_size", batch.global_batch_size, reason, f"at least {data_size}")
+
+
+def _step_fills_a_batch(rollout: RolloutConfig, batch: BatchConfig) -> Faults:
+    prompts, group = rollout.rollout_batch_size, rollout.n_samples_per_prompt
+    if prompts * group < batch.global_batch_size:
+        reason = f"is more than a step samples: rollout_batch_size {prompts} x n_samples_per_prompt {group}"
+        yield Fault("batch.global_batch_size", batch.global_batch_size, reason, f"at most {prompts * group}")
+
+
+def _too_long(key: str, value: int, other: int, limit_name: str, limit: int) -> Faults:
+    # `other` is the prompt's share where there is one: the sum must fit, and `key` is the share to shorten.
+    if value + other > limit:
+        total = f"with max_prompt_len {other} makes {value + other} tokens, " if other else ""
+        hint = f"at most {limit - other}" if limit > other else "shorten data.max_prompt_len as well"
+        yield Fault(key, value, f"{total}more than {limit_name} {limit}", hint)
+
+
+def _sample_fits_a_micro_batch(data: SftDataConfig | PromptDataConfig, batch: BatchConfig) -> Faults:
+    if isinstance(data, SftDataConfig):
+        limit = batch.max_tokens_per_gpu
+        yield from _too_long("data.max_length", data.max_length, 0, "batch.max_tokens_per_gpu", limit)
+
+
+def _sample_fits_the_model(data: SftDataConfig | PromptDataConfig, shape: Qwen3Shape) -> Faults:
+    if isinstance(data, SftDataConfig):
+        limit = shape.max_position_embeddings
+        yield from _too_long("data.max_length", data.max_length, 0, "the model's max_position_embeddings", limit)
+
+
+def _response_fits_a_micro_batch(data: PromptDataConfig, rollout: RolloutConfig, batch: BatchConfig) -> Faults:
+    key, limit = "rollout.rollout_max_response_len", batch.max_tokens_per_gpu
+    yield from _too_long(key, rollout.rollout_max_response_len, data.max_prompt_len, "batch.max_tokens_per_gpu", limit)
+
+
+def _response_fits_the_model(data: PromptDataConfig, rollout: RolloutConfig, shape: Qwen3Shape) -> Faults:
+    key, limit = "rollout.rollout_max_response_len", shape.max_position_embeddings
+    name = "the model's max_position_embeddings"
+    yield from _too_long(key, rollout.rollout_max_response_len, data.max_prompt_len, name, limit)
+
+
+def _one_source_of_weights(model: ModelConfig) -> Faults:
+    if model.load is not None and model.random_init:
+        reason = f"model.load = {model.load!r} starts from a checkpoint instead"
+        yield Fault("model.random_init", True, reason, "keep one of them")
+
+
+def _source_of_weights_exists(model: ModelConfig) -> Faults:
+    if model.load is not None and not Path(model.load).is_dir():
+        yield Fault("model.load", model.load, "no such folder", missing_path_hint(Path(model.load)))
+
+
+def _folder_has_weights(model: ModelConfig, shape: Qwen3Shape) -> Faults:
+    if model.load is None and not model.random_init and not any(Path(model.hf_checkpoint).glob("*.safetensors")):
+        reason = f"holds a config.json ({shape.model_type}) but no *.safetensors, so there are no weights to start from"
+        yield Fault("model.hf_checkpoint", model.hf_checkpoint, reason, "or set model.load or model.random_init")
+
+
+def _end_below_peak(optimizer: OptimizerConfig) -> Faults:
+    if optimizer.min_lr > optimizer.lr:
+        reason = f"is above optimizer.lr {optimizer.lr}"
+        yield Fault("optimizer.min_lr", optimizer.min_lr, reason, f"at most {optimizer.lr}")
+
+
+def _constant_rate_does_not_decay(optimizer: OptimizerConfig) -> Faults:
+    if optimizer.lr_decay_style != "constant":
+        return
+    reason, hint = "would have no effect with lr_decay_style 'constant'", "leave it out, or decay: linear, cosine"
+    if optimizer.min_lr > 0:
+        yield Fault("optimizer.min_lr", optimizer.min_lr, reason, hint)
+    if optimizer.lr_decay_iters is not None:
+        yield Fault("optimizer.lr_decay_iters", optimizer.lr_decay_iters, reason, hint)
+
+
+def _decay_ends_in_rl(kind: Kind, optimizer: OptimizerConfig) -> Faults:
+    if kind == "rl" and optimizer.lr_decay_style != "constant" and optimizer.lr_decay_iters is None:
+        style = optimizer.lr_decay_style
+        reason = f"needed with lr_decay_style {style!r}: in rl the number of updates is not known ahead"
+        yield Fault("optimizer.lr_decay_iters", NOT_GIVEN, reason, "or lr_decay_style: constant")
+
+
+def _warmup_ends_before_decay(optimizer: OptimizerConfig) -> Faults:
+    warmup, decay = optimizer.lr_warmup_iters, optimizer.lr_decay_iters
+    if decay is not None and warmup >= decay:
+        reason = f"must be below lr_decay_iters {decay}, which counts the warm-up too"
+        yield Fault("optimizer.lr_warmup_iters", warmup, reason, f"at most {decay - 1}")
+
+
+def _warmup_ends_before_sft(optimizer: OptimizerConfig, train_iters: int) -> Faults:
+    # Without lr_decay_iters an sft run decays over train_iters.
+    decays = optimizer.lr_decay_style != "constant" and optimizer.lr_decay_iters is None
+    if decays and optimizer.lr_warmup_iters >= train_iters:
+        reason = f"must be below train_iters {train_iters}, where the decay ends"
+        yield Fault("optimizer.lr_warmup_iters", optimizer.lr_warmup_iters, reason, f"at most {train_iters - 1}")
+
+
+def _reward_is_known(reward: RewardConfig | None) -> Faults:
+    if reward is not None and reward.type not in _REWARDS and not _DOTTED_FUNCTION.fullmatch(reward.type):
+        reason = f"expected {', '.join(_REWARDS)}, or a function of your own as package.module:function"
+        yield Fault("reward.type", reward.type, reason, did_you_mean(reward.type, _REWARDS))
+
+
+def _joint_sft_has_samples(loss: PolicyLossConfig, reward: RewardConfig) -> Faults:
+    if loss.sft_loss_coef > 0 and reward.type in _REWARDS and 1.0 not in (reward.correct, reward.incorrect):
+        reason = f"would have no effect: it takes samples with reward exactly 1, and reward.correct is {reward.correct}"
+        yield Fault("loss.sft_loss_coef", loss.sft_loss_coef, reason, "set reward.correct: 1.0, or leave it out")
+
+
+def _sft_reward_is_for_evaluation(kind: Kind, reward: RewardConfig | None, evaluation: EvalConfig) -> Faults:
+    if kind != "sft":
+        return
+    if reward is not None and evaluation.prompt_data is None:
+        reason = "would have no effect in sft without eval.prompt_data"
+        yield Fault("reward.type", reward.type, reason, "leave the section out, or set eval.prompt_data")
+    if reward is None and evaluation.prompt_data is not None:
+        reason = "eval.prompt_data needs a reward to judge the answers"
+        yield Fault("reward.type", NOT_GIVEN, reason, f"for example {' or '.join(_REWARDS)}")
+
+
+def _data_file(key: str, text: str) -> Faults:
+    path = Path(text)
+    if path.suffix not in (".jsonl", ".parquet"):
+        yield Fault(key, text, f"expected a file ending in .jsonl or .parquet, got {path.suffix or 'no ending'}")
+    elif not path.is_file():
+        yield Fault(key, text, "no such file", missing_path_hint(path))
+
+
+def _training_data_exists(data: SftDataConfig | PromptDataConfig) -> Faults:
+    if isinstance(data, SftDataConfig):
+        yield from _data_file("data.path", data.path)
+    else:
+        yield from _data_file("data.prompt_data", data.prompt_data)
+
+
+def _evaluation_data_exists(evaluation: EvalConfig) -> Faults:
+    if evaluation.prompt_data is not None:
+        yield from _data_file("eval.prompt_data", evaluation.prompt_data)
+
+
+def _resume_keeps_output(checkpoint: CheckpointConfig) -> Faults:
+    if checkpoint.resume and checkpoint.overwrite:
+        reason = "excludes checkpoint.resume: one deletes what the other goes on from"
+        yield Fault("checkpoint.overwrite", True, reason, "keep one")
+
+
+def unused_keys(sections: Mapping[str, Any]) -> dict[str, str]:
+    """Dotted keys that have no effect given the other settings, with the reason."""
+    unused = {}
+    evaluation, export, reward = sections.get("eval"), sections.get("export"), sections.get("reward")
+    if isinstance(evaluation, EvalConfig) and evaluation.prompt_data is None:
+        names = [name for name in EvalConfig.model_fields if name != "prompt_data"]
+        unused.update((f"eval.{name}", "without eval.prompt_data") for name in names)
+    if isinstance(export, ExportConfig) and export.hf_dir is None:
+        unused["export.max_shard_bytes"] = "without export.hf_dir"
+    if isinstance(reward, RewardConfig) and reward.type != "math":
+        unused.update((f"reward.{name}", "with a reward other than math") for name in ("timeout_s", "num_workers"))
+    return unused
+
+
+def _given_but_unused(sections: Mapping[str, Any]) -> Faults:
+    for key, condition in unused_keys(sections).items():
+        section, name = key.split(".")
+        config = sections[section]
+        if name in config.model_fields_set:
+            yield Fault(key, config.model_dump()[name], f"would have no effect {condition}", "leave it out")
+
+
+_RULES: tuple[tuple[Callable[..., Faults], tuple[str, ...]], ...] = (
+    (_heads_split_evenly, ("parallel", "shape")),
+    (_key_value_heads_split_evenly, ("parallel", "shape")),
+    (_mlp_splits_evenly, ("parallel", "shape")),
+    (_layers_split_evenly, ("parallel", "shape")),
+    (_sequence_parallel_has_ranks, ("parallel",)),
+    (_world_divides, ("parallel", "world_size")),
+    (_batch_reaches_every_rank, ("batch", "parallel", "world_size")),
+    (_step_fills_a_batch, ("rollout", "batch")),
+    (_sample_fits_a_micro_batch, ("data", "batch")),
+    (_sample_fits_the_model, ("data", "shape")),
+    (_response_fits_a_micro_batch, ("data", "rollout", "batch")),
+    (_response_fits_the_model, ("data", "rollout", "shape")),
+    (_one_source_of_weights, ("model",)),
+    (_source_of_weights_exists, ("model",)),
+    (_folder_has_weights, ("model", "shape")),
+    (_end_below_peak, ("optimizer",)),
+    (_constant_rate_does_not_decay, ("optimizer",)),
+    (_decay_ends_in_rl, ("kind", "optimizer")),
+    (_warmup_ends_before_decay, ("optimizer",)),
+    (_warmup_ends_before_sft, ("optimizer", "train_iters")),
+    (_reward_is_known, ("reward",)),
+    (_joint_sft_has_samples, ("loss", "reward")),
+    (_sft_reward_is_for_evaluation, ("kind", "reward", "eval")),
+    (_training_data_exists, ("data",)),
+    (_evaluation_data_exists, ("eval",)),
+    (_resume_keeps_output, ("checkpoint",)),
+)
+
+
+def check_sections(sections: Mapping[str, Any], *, kind: Kind, world_size: int | None) -> list[Fault]:
+    """Every fault between the given sections (those that validated, by name) and with the files they name, by key."""
+    facts: dict[str, Any] = {"kind": kind, **sections}
+    faults = list(_given_but_unused(sections))
+    if world_size is not None:
+        facts["world_size"] = world_size
+    if "model" in facts:
+        folder = facts["model"].hf_checkpoint
+        try:
+            facts["shape"] = read_shape(folder)
+        except CheckpointError as error:
+            hint = "" if Path(folder).is_dir() else missing_path_hint(Path(folder))
+            faults.append(Fault("model.hf_checkpoint", folder, str(error), hint))
+    for rule, needs in _RULES:
+        if all(name in facts for name in needs):
+            faults.extend(rule(*(facts[name] for name in needs)))
+    return sorted(faults, key=lambda fault: fault.key)
+
+
+def check_recipe(recipe: Recipe, *, world_size: int | None = None) -> list[Fault]:
+    """Every fault of a recipe that its types cannot catch, by key; empty if it can run."""
+    kind: Kind = "sft" if isinstance(recipe, SftRecipe) else "rl"
+    return check_sections(dict(recipe), kind=kind, world_size=world_size)

@@ -1,0 +1,110 @@
+"""Building a model stage. The forward returns hidden states: the head is apart, so nothing ever holds [T, V]."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from megatron.core.models.gpt import GPTModel
+from megatron.core.tensor_parallel import (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    VocabParallelEmbedding,
+    set_tensor_model_parallel_attributes,
+)
+from megatron.core.transformer.module import Float16Module
+from torch import Tensor
+
+from megatron_klear.config.model import Qwen3Shape
+from megatron_klear.config.recipe import ParallelConfig
+from megatron_klear.models.qwen3.attention import packed_sequences
+from megatron_klear.models.qwen3.spec import qwen3_block, qwen3_config
+from megatron_klear.types import MicroBatch, Topology
+
+# Vocabulary rows are padded so that each tensor-parallel rank holds a multiple of this many.
+VOCAB_ROWS_MULTIPLE = 16
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+class HiddenGPTModel(GPTModel):
+    """A GPT stage whose last stage gives final-norm hidden states [T, 1, H] (or [T/tp, 1, H]) instead of logits."""
+
+    def _postprocess(self, hidden_states: Tensor, *_args: Any, **_kwargs: Any) -> Tensor:
+        return hidden_states
+
+    def head_weight(self) -> Tensor:
+        """[V/tp, H] rows of the output layer on this rank; last stage only."""
+        if self.share_embeddings_and_output_weights:
+            return self.shared_embedding_or_output_weight()
+        return self.output_layer.weight
+
+
+@dataclass(frozen=True, slots=True)
+class ModelStage:
+    """One pipeline stage of a model on one rank."""
+
+    module: torch.nn.Module  # the HiddenGPTModel, inside Float16Module for bfloat16
+    core: HiddenGPTModel
+    shape: Qwen3Shape
+    topology: Topology
+
+    @property
+    def vocab_start(self) -> int:
+        """Global id of this rank's first vocabulary row."""
+        return self.topology.tensor_rank * (
+            padded_vocab_size(self.shape.vocab_size, self.topology.tensor_size) // self.topology.tensor_size
+        )
+
+    def forward_hidden(self, module: torch.nn.Module, micro_batch: MicroBatch) -> Tensor:
+        """Run `module` (this stage, possibly wrapped for training) on a packed micro-batch."""
+        sequences = packed_sequences(
+            micro_batch,
+            head_dim=self.shape.head_dim,
+            rope_theta=self.shape.rope_theta,
+            dtype=self.core.config.params_dtype,
+        )
+        return module(micro_batch.token_ids[None], None, None, packed_seq_params=sequences)
+
+
+def padded_vocab_size(vocab_size: int, tensor_size: int) -> int:
+    """Vocabulary size that splits evenly into multiples of VOCAB_ROWS_MULTIPLE rows a rank."""
+    multiple = VOCAB_ROWS_MULTIPLE * tensor_size
+    return math.ceil(vocab_size / multiple) * multiple
+
+
+def build_stage(
+    shape: Qwen3Shape, parallel: ParallelConfig, topology: Topology, *, dtype: torch.dtype, on_cpu: bool
+) -> ModelStage:
+    """This rank's stage, weights uninitialised. Call inside `megatron_scope`."""
+    config = qwen3_config(shape, parallel, dtype=dtype, on_cpu=on_cpu)
+    core = HiddenGPTModel(
+        config=config,
+        transformer_layer_spec=qwen3_block(config),
+        vocab_size=padded_vocab_size(shape.vocab_size, topology.tensor_size),
+        max_sequence_length=shape.max_position_embeddings,
+        pre_process=topology.is_first_stage,
+        post_process=topology.is_last_stage,
+        share_embeddings_and_output_weights=shape.tie_word_embeddings,
+        # Rotary positions are applied inside PackedAttention.
+        position_embedding_type="none",
+    )
+    _mark_tensor_parallel(core)
+    module: torch.nn.Module = core
+    if dtype == torch.bfloat16:
+        module = Float16Module(config, core)
+    if not on_cpu:
+        module.cuda()
+    return ModelStage(module, core, shape, topology)
+
+
+def _mark_tensor_parallel(core: HiddenGPTModel) -> None:
+    """Mark sharded weights as such. Megatron does it while initialising them, which import makes needless; unmarked,
+    the gradient norm would count the shards of tensor rank 0 only, and clipping would depend on the layout."""
+    for module in core.modules():
+        if isinstance(module, ColumnParallelLinear | VocabParallelEmbedding) and module.weight is not None:
+            set_tensor_model_parallel_attributes(module.weight, is_parallel=True, dim=0, stride=1)
+        elif isinstance(module, RowParallelLinear):
+            set_tensor_model_parallel_attributes(module.weight, is_parallel=True, dim=1, stride=1)

@@ -1,0 +1,184 @@
+"""Hugging Face names and shapes <-> Megatron shards. One table a model; four kinds of mapping.
+
+A mapping ties one Megatron parameter to the Hugging Face tensors it is made of. It can cut the shard of a
+tensor-parallel rank from full tensors, and join all shards back to full tensors; both copy values, so a round trip is
+bit-equal. The tables (`models/*/hf_map.py`) list mappings and nothing else.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megatron_klear.errors import CheckpointError
+from megatron_klear.models.build import ModelStage, padded_vocab_size
+from megatron_klear.parallel.broadcast import gather_shards
+from megatron_klear.parallel.topology import ParallelContext
+
+TensorSource = Callable[[str], Tensor]
+"""Gives the full tensor of a Hugging Face name; raises CheckpointError if there is none."""
+
+
+@dataclass(frozen=True)
+class Mapping(ABC):
+    """One Megatron parameter. `layer` is its global layer number, or None outside the layers."""
+
+    megatron_name: str
+    hf_shapes: dict[str, tuple[int, ...]]
+    layer: int | None = None
+    on_last_stage: bool = False
+
+    @property
+    def hf_names(self) -> tuple[str, ...]:
+        """Names of the Hugging Face tensors, in the order `cut` takes and `join` gives them."""
+        return tuple(self.hf_shapes)
+
+    @abstractmethod
+    def cut(self, full: Sequence[Tensor], tensor_rank: int, tensor_size: int) -> Tensor:
+        """The shard of one tensor-parallel rank."""
+
+    @abstractmethod
+    def join(self, shards: Sequence[Tensor]) -> list[Tensor]:
+        """The full tensors from all shards in rank order."""
+
+
+@dataclass(frozen=True)
+class Replicated(Mapping):
+    """The same tensor on every tensor-parallel rank (norm weights)."""
+
+    def cut(self, full: Sequence[Tensor], tensor_rank: int, tensor_size: int) -> Tensor:  # noqa: D102  inherited
+        return full[0]
+
+    def join(self, shards: Sequence[Tensor]) -> list[Tensor]:  # noqa: D102  inherited
+        return [shards[0]]
+
+
+@dataclass(frozen=True)
+class ColumnSlices(Mapping):
+    """Split along the input dimension (Megatron's row-parallel layers)."""
+
+    def cut(self, full: Sequence[Tensor], tensor_rank: int, tensor_size: int) -> Tensor:  # noqa: D102  inherited
+        return full[0].chunk(tensor_size, dim=1)[tensor_rank]
+
+    def join(self, shards: Sequence[Tensor]) -> list[Tensor]:  # noqa: D102  inherited
+        return [torch.cat(list(shards), dim=1)]
+
+
+@dataclass(frozen=True)
+class GatedMlp(Mapping):
+    """gate and up, each split along the output dimension; a rank holds [its gate rows; its up rows]."""
+
+    def cut(self, full: Sequence[Tensor], tensor_rank: int, tensor_size: int) -> Tensor:  # noqa: D102  inherited
+        return torch.cat([t.chunk(tensor_size)[tensor_rank] for t in full])
+
+    def join(self, shards: Sequence[Tensor]) -> list[Tensor]:  # noqa: D102  inherited
+        halves = [shard.chunk(2) for shard in shards]
+        return [torch.cat([half[i] for half in halves]) for i in (0, 1)]
+
+
+@dataclass(frozen=True)
+class QueryKeyValue(Mapping):
+    """q, k and v interleaved by KV group: [q heads of group 0, k 0, v 0, q heads of group 1, ...]; ranks split groups."""
+
+    num_groups: int = 1
+    head_dim: int = 1
+
+    def cut(self, full: Sequence[Tensor], tensor_rank: int, tensor_size: int) -> Tensor:  # noqa: D102  inherited
+        width = full[0].size(-1)
+        grouped = [t.view(self.num_groups, -1, width) for t in full]
+        own = torch.cat(grouped, dim=1).chunk(tensor_size)[tensor_rank]
+        return own.reshape(-1, width)
+
+    def join(self, shards: Sequence[Tensor]) -> list[Tensor]:  # noqa: D102  inherited
+        width = shards[0].size(-1)
+        grouped = torch.cat(list(shards)).view(self.num_groups, -1, width)
+        q_rows = grouped.size(1) - 2 * self.head_dim
+        return [t.reshape(-1, width) for t in grouped.split([q_rows, self.head_dim, self.head_dim], dim=1)]
+
+
+@dataclass(frozen=True)
+class VocabularyRows(Mapping):
+    """Rows by token id, padded with zeros to split evenly; the padding is dropped on the way back."""
+
+    vocab_size: int = 1
+
+    def cut(self, full: Sequence[Tensor], tensor_rank: int, tensor_size: int) -> Tensor:  # noqa: D102  inherited
+        padding = padded_vocab_size(self.vocab_size, tensor_size) - self.vocab_size
+        return torch.nn.functional.pad(full[0], (0, 0, 0, padding)).chunk(tensor_size)[tensor_rank]
+
+    def join(self, shards: Sequence[Tensor]) -> list[Tensor]:  # noqa: D102  inherited
+        return [torch.cat(list(shards))[: self.vocab_size]]
+
+
+def _stage_of(mapping: Mapping, stage: ModelStage) -> int:
+    """Pipeline stage that owns a parameter."""
+    topology = stage.topology
+    if mapping.layer is not None:
+        return mapping.layer // (stage.shape.num_hidden_layers // topology.pipeline_size)
+    return topology.pipeline_size - 1 if mapping.on_last_stage else 0
+
+
+def _local_name(mapping: Mapping, stage: ModelStage) -> str:
+    """Megatron numbers layers from 0 on every stage."""
+    if mapping.layer is None:
+        return mapping.megatron_name
+    offset = stage.topology.pipeline_rank * (stage.shape.num_hidden_layers // stage.topology.pipeline_size)
+    return mapping.megatron_name.format(layer=mapping.layer - offset)
+
+
+@torch.no_grad()
+def import_weights(stage: ModelStage, table: Sequence[Mapping], source: TensorSource) -> None:
+    """Fill this rank's parameters from full Hugging Face tensors. Every parameter must be filled, shapes must match."""
+    topology = stage.topology
+    parameters = dict(stage.core.named_parameters())
+    missing = set(parameters)
+    targets = [(m, _local_name(m, stage)) for m in table if _stage_of(m, stage) == topology.pipeline_rank]
+    if stage.shape.tie_word_embeddings and topology.is_last_stage and not topology.is_first_stage:
+        # The last stage holds its own copy of the tied embedding; Megatron keeps the two equal from here on.
+        targets += [(m, "output_layer.weight") for m in table if m.megatron_name == EMBEDDING]
+    for mapping, name in targets:
+        full = []
+        for hf_name, expected in mapping.hf_shapes.items():
+            tensor = source(hf_name)
+            if tuple(tensor.shape) != expected:
+                raise CheckpointError(
+                    f"{hf_name} has shape {tuple(tensor.shape)}, but config.json asks for {expected};"
+                    " the weights belong to another model"
+                )
+            full.append(tensor)
+        parameters[name].copy_(mapping.cut(full, topology.tensor_rank, topology.tensor_size))
+        missing.discard(name)
+    assert not missing, f"the mapping table fills no {sorted(missing)}"
+
+
+EMBEDDING = "embedding.word_embeddings.weight"
+
+
+@torch.no_grad()
+def export_weights(
+    stage: ModelStage, table: Sequence[Mapping], context: ParallelContext
+) -> Iterator[tuple[str, Tensor]]:
+    """Full tensors under Hugging Face names, one mapping at a time, on rank 0. COLLECTIVE over replica 0.
+
+    Every rank must exhaust it. Ranks other than 0 get nothing; at most one parameter is held in full at a time.
+    """
+    topology = stage.topology
+    if topology.data_rank != 0:
+        return
+    parameters = dict(stage.core.named_parameters())
+    device = context.device.torch_device
+    for mapping in table:
+        owner = _stage_of(mapping, stage)
+        local = parameters[_local_name(mapping, stage)].detach() if owner == topology.pipeline_rank else None
+        like = None
+        if topology.rank == 0:
+            zeros = [torch.empty(shape, device="meta") for shape in mapping.hf_shapes.values()]
+            size = mapping.cut(zeros, 0, topology.tensor_size).shape
+            like = torch.empty(size, dtype=stage.core.config.params_dtype, device=device)
+        shards = gather_shards(local, stage=owner, like=like, context=context)
+        if shards is not None:
+            yield from zip(mapping.hf_names, mapping.join(shards), strict=True)

@@ -1,0 +1,112 @@
+"""cuda or cpu, and what it takes to run Megatron-Core on a CPU.
+
+Megatron writes device="cuda" literally and asks torch.cuda for the current device. On a CPU host `megatron_scope` makes
+those few calls mean the CPU, for as long as it is entered, and puts everything back. It costs a microsecond or two per
+small operation, so it is entered only around Megatron's own build, schedule, optimizer and checkpoint calls.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from importlib.metadata import version
+from typing import Any, Literal
+
+import torch
+from megatron.core.tensor_parallel import random as megatron_random
+from torch.overrides import TorchFunctionMode
+
+# The versions whose sources were read for device literals; a newer one must be read again before it is added.
+SUPPORTED_MEGATRON = ("0.16.", "0.17.", "0.18.", "0.19.")
+
+
+@dataclass(frozen=True, slots=True)
+class Device:
+    """Where tensors of this rank live."""
+
+    kind: Literal["cuda", "cpu"]
+    index: int = 0
+
+    @property
+    def torch_device(self) -> torch.device:
+        """For tensor factories."""
+        return torch.device(self.kind, self.index) if self.kind == "cuda" else torch.device("cpu")
+
+    @property
+    def backend(self) -> str:
+        """Backend of the process groups."""
+        return "nccl" if self.kind == "cuda" else "gloo"
+
+
+def pick_device(local_rank: int) -> Device:
+    """CUDA where there is one, else the CPU."""
+    if not torch.cuda.is_available():
+        return Device("cpu")
+    torch.cuda.set_device(local_rank)
+    return Device("cuda", local_rank)
+
+
+class _CudaMeansCpu(TorchFunctionMode):
+    """Turns device="cuda" into "cpu", and drops pin_memory, which needs a GPU."""
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        kwargs = dict(kwargs or {})
+        device = kwargs.get("device")
+        if device is not None and torch.device(device).type == "cuda":
+            kwargs["device"] = "cpu"
+        if kwargs.get("pin_memory"):
+            kwargs["pin_memory"] = False
+        # Megatron groups parameters by Tensor.type() and compares with the names of CUDA tensor types.
+        if func is torch.Tensor.type and len(args) == 1 and not kwargs:
+            return func(*args).replace("torch.", "torch.cuda.")
+        return func(*args, **kwargs)
+
+
+def _patches() -> list[tuple[Any, str, Any]]:
+    """(owner, attribute, stand-in) of every call that Megatron makes on torch.cuda without a device argument."""
+    return [
+        (torch.cuda, "current_device", lambda: torch.device("cpu")),
+        (torch.cuda, "synchronize", lambda *_args, **_kwargs: None),
+        (torch.Tensor, "cuda", lambda self, *_args, **_kwargs: self),
+        # Megatron forks a tracked random state around the embedding under sequence parallelism.
+        (torch.cuda, "manual_seed", torch.manual_seed),
+        (torch.cuda, "get_rng_state", lambda *_args, **_kwargs: torch.get_rng_state()),
+        (megatron_random, "_get_cuda_rng_state", lambda *_args, **_kwargs: torch.get_rng_state()),
+        (megatron_random, "_set_cuda_rng_state", lambda state, *_args, **_kwargs: torch.set_rng_state(state)),
+    ]
+
+
+def _check_version() -> None:
+    found = version("megatron-core")
+    if not found.startswith(SUPPORTED_MEGATRON):
+        supported = ", ".join(f"{v}x" for v in SUPPORTED_MEGATRON)
+        raise RuntimeError(
+            f"megatron-core {found} is installed; running it on CPU was made for {supported}."
+            " Install one of these, or run on CUDA, where nothing is patched."
+        )
+
+
+@contextlib.contextmanager
+def megatron_scope(device: Device) -> Iterator[None]:
+    """Let Megatron's CUDA calls mean `device`. Nothing is touched on CUDA; everything is undone on exit."""
+    if device.kind == "cuda":
+        yield
+        return
+    _check_version()
+    with contextlib.ExitStack() as undo:
+        for owner, name, stand_in in _patches():
+            # An attribute that is inherited (Tensor.cuda) is undone by deleting the stand-in, not by storing a copy.
+            if name in vars(owner):
+                undo.callback(setattr, owner, name, vars(owner)[name])
+            else:
+                undo.callback(delattr, owner, name)
+            setattr(owner, name, stand_in)
+        with _CudaMeansCpu():
+            yield

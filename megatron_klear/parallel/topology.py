@@ -1,0 +1,105 @@
+"""Process groups. The only importer of Megatron's parallel_state: everything else gets `Topology` or a group by value."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
+
+from megatron_klear.config.recipe import ParallelConfig
+from megatron_klear.errors import ConfigError
+from megatron_klear.parallel.device import Device, megatron_scope, pick_device
+from megatron_klear.types import Topology
+
+
+@dataclass(frozen=True, slots=True)
+class Groups:
+    """The process groups this rank belongs to. `model` holds the ranks of one replica, tensor ranks within stages."""
+
+    tensor: dist.ProcessGroup
+    pipeline: dist.ProcessGroup
+    data: dist.ProcessGroup
+    model: dist.ProcessGroup
+
+
+@dataclass(frozen=True, slots=True)
+class ParallelContext:
+    """Where this rank stands, whom it can talk to, and on which device."""
+
+    topology: Topology
+    groups: Groups
+    device: Device
+
+    @property
+    def is_main(self) -> bool:
+        """True on the rank that samples, packs, logs and writes."""
+        return self.topology.rank == 0
+
+
+@contextlib.contextmanager
+def parallel_context(config: ParallelConfig) -> Iterator[ParallelContext]:
+    """Join the other ranks (torchrun's RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT; alone without them); leave on exit."""
+    rank, world_size, local_rank = (int(os.environ.get(k, d)) for k, d in _ENV_DEFAULTS)
+    _check_world_size(world_size, config)
+    device = pick_device(local_rank)
+    timeout = timedelta(minutes=config.distributed_timeout_minutes)
+    if world_size == 1:
+        # An in-memory store: one process needs no port, so several runs can share a machine.
+        dist.init_process_group(device.backend, rank=0, world_size=1, store=dist.HashStore(), timeout=timeout)
+    else:
+        dist.init_process_group(device.backend, rank=rank, world_size=world_size, timeout=timeout)
+    try:
+        parallel_state.initialize_model_parallel(
+            tensor_model_parallel_size=config.tensor_model_parallel_size,
+            pipeline_model_parallel_size=config.pipeline_model_parallel_size,
+            distributed_timeout_minutes=config.distributed_timeout_minutes,
+        )
+        with megatron_scope(device):
+            # Nothing here draws from these states (no dropout, weights are imported), but Megatron asks for them.
+            model_parallel_cuda_manual_seed(_MEGATRON_SEED)
+        yield ParallelContext(_topology(rank, world_size), _groups(), device)
+    finally:
+        parallel_state.destroy_model_parallel()
+        dist.destroy_process_group()
+
+
+_MEGATRON_SEED = 1
+_ENV_DEFAULTS = (("RANK", "0"), ("WORLD_SIZE", "1"), ("LOCAL_RANK", "0"))
+
+
+def _check_world_size(world_size: int, config: ParallelConfig) -> None:
+    model_size = config.tensor_model_parallel_size * config.pipeline_model_parallel_size
+    if world_size % model_size:
+        raise ConfigError(
+            f"{world_size} ranks were started, but tensor_model_parallel_size {config.tensor_model_parallel_size} x"
+            f" pipeline_model_parallel_size {config.pipeline_model_parallel_size} = {model_size} does not divide that;"
+            f" start a multiple of {model_size} ranks or change parallel.*"
+        )
+
+
+def _topology(rank: int, world_size: int) -> Topology:
+    return Topology(
+        rank=rank,
+        world_size=world_size,
+        tensor_rank=parallel_state.get_tensor_model_parallel_rank(),
+        tensor_size=parallel_state.get_tensor_model_parallel_world_size(),
+        pipeline_rank=parallel_state.get_pipeline_model_parallel_rank(),
+        pipeline_size=parallel_state.get_pipeline_model_parallel_world_size(),
+        data_rank=parallel_state.get_data_parallel_rank(),
+        data_size=parallel_state.get_data_parallel_world_size(),
+    )
+
+
+def _groups() -> Groups:
+    return Groups(
+        tensor=parallel_state.get_tensor_model_parallel_group(),
+        pipeline=parallel_state.get_pipeline_model_parallel_group(),
+        data=parallel_state.get_data_parallel_group(),
+        model=parallel_state.get_model_parallel_group(),
+    )

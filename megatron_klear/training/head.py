@@ -1,0 +1,47 @@
+"""From hidden states to token statistics, only on rows that have a loss."""
+
+from __future__ import annotations
+
+import torch
+from megatron.core.tensor_parallel import copy_to_tensor_model_parallel_region, gather_from_sequence_parallel_region
+from megatron_klear_kernels.linear_policy_loss.logprobs import Vocabulary, linear_logprobs
+from torch import Tensor
+
+from megatron_klear.models.build import ModelStage
+from megatron_klear.parallel.topology import Groups
+from megatron_klear.types import MicroBatch, TokenStats
+
+
+def loss_rows(micro_batch: MicroBatch) -> Tensor:
+    """[R] int64 positions with a loss; row 0 for a micro-batch without any, so that every rank runs the same graph."""
+    rows = ((micro_batch.token_scale != 0) | (micro_batch.nll_scale != 0)).nonzero()[:, 0]
+    return rows if rows.numel() else rows.new_zeros(1)
+
+
+class Head:
+    """Output layer of the last stage. Log-probs are those of softmax(logits / temperature)."""
+
+    def __init__(self, stage: ModelStage, groups: Groups, *, temperature: float) -> None:
+        self.stage = stage
+        self.temperature = temperature
+        self.vocabulary = Vocabulary(stage.vocab_start, stage.shape.vocab_size, groups.tensor)
+
+    def __call__(self, hidden: Tensor, micro_batch: MicroBatch) -> TokenStats:
+        """hidden [T, 1, H] (or [T/tp, 1, H] under sequence parallelism) -> log-probs and entropy [T]."""
+        if self.stage.core.config.sequence_parallel:
+            # The backward reduce-scatters the ranks' partial gradients.
+            hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=True)
+        else:
+            # The backward all-reduces them.
+            hidden = copy_to_tensor_model_parallel_region(hidden)
+        rows = loss_rows(micro_batch)
+        logprobs, entropy = linear_logprobs(
+            hidden[:, 0].index_select(0, rows),
+            self.stage.core.head_weight(),
+            micro_batch.labels[rows],
+            vocab=self.vocabulary,
+            temperature=self.temperature,
+            with_entropy=True,
+        )
+        zeros = torch.zeros(hidden.size(0), device=hidden.device)
+        return TokenStats(zeros.index_copy(0, rows, logprobs), zeros.index_copy(0, rows, entropy))

@@ -1,0 +1,117 @@
+"""Checks that stop a run, or warn, before it wastes a night."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+
+from megatron_klear.config.recipe import HealthConfig
+from megatron_klear.errors import TrainingError
+from megatron_klear.training.policy import Policy
+from megatron_klear.types import StepReport, TrainBatch
+
+# The first update of a step runs on the micro-batches and weights that gave the old log-probs. What remains is the
+# order of sums in products that may run in another order on a GPU.
+MAX_FIRST_RATIO_DEVIATION = 1e-3
+
+
+def check_first_update(metrics: Mapping[str, float]) -> None:
+    """On the first update of a run nothing has moved yet: ratio 1, KL 0, log-probs below 0, entropy above 0.
+
+    Raises:
+        TrainingError: listing every number that is not what it must be.
+    """
+    wanted = {
+        "train/ratio_deviation_max": (f"<= {MAX_FIRST_RATIO_DEVIATION}", lambda v: v <= MAX_FIRST_RATIO_DEVIATION),
+        "train/ppo_kl": (f"|.| <= {MAX_FIRST_RATIO_DEVIATION}", lambda v: abs(v) <= MAX_FIRST_RATIO_DEVIATION),
+        "train/logprob": ("< 0", lambda v: v < 0),
+        "train/entropy": ("> 0", lambda v: v > 0),
+    }
+    wrong = [f"{name} = {metrics[name]:.6g}, expected {rule}" for name, (rule, ok) in wanted.items() if not ok(metrics[name])]
+    if wrong:
+        raise TrainingError(
+            "health check of the first update failed: " + "; ".join(wrong) + ". The policy that is trained is not the"
+            " one whose log-probs were taken, or the head is wrong; nothing was learnt from this run yet"
+        )
+
+
+def check_engine_agrees(abs_diff: float, config: HealthConfig) -> None:
+    """The engine's log-probs of its own tokens must be the trainer's, every step."""
+    limit = config.max_train_rollout_logprob_abs_diff
+    # NaN must fail too, so the comparison asks for what is right.
+    if not abs_diff <= limit:
+        raise TrainingError(
+            f"train_rollout_logprob_abs_diff is {abs_diff:.4g}, limit {limit}"
+            " (health.max_train_rollout_logprob_abs_diff): the engine does not sample from the weights, tokens or"
+            " temperature that the trainer sees"
+        )
+
+
+class NonFiniteGuard:
+    """Counts updates that were skipped for NaN or infinity, keeps what is needed to find out why, and gives up after K."""
+
+    def __init__(self, config: HealthConfig, folder: Path) -> None:
+        self.most = config.max_nonfinite_steps
+        self.folder = folder
+        self.in_a_row = 0
+
+    def check(self, step: int, report: StepReport, policy: Policy, batch: TrainBatch) -> None:
+        """Call after every update, on every rank."""
+        if not report.skipped:
+            self.in_a_row = 0
+            return
+        self.in_a_row += 1
+        where = self._dump(step, policy, batch)
+        message = (
+            f"step {step}: loss {report.metrics['train/loss']}, gradient norm {report.grad_norm}; the update was skipped."
+            f" First bad tensor: {_first_bad_tensor(policy)}. Batch saved to {where}"
+        )
+        if self.in_a_row > self.most:
+            raise TrainingError(
+                f"{message}. That were {self.in_a_row} in a row, more than health.max_nonfinite_steps = {self.most}"
+            )
+        warnings.warn(message, stacklevel=2)
+
+    def _dump(self, step: int, policy: Policy, batch: TrainBatch) -> Path:
+        self.folder.mkdir(parents=True, exist_ok=True)
+        path = self.folder / f"step_{step}_rank_{policy.context.topology.rank}.pt"
+        torch.save([asdict(micro_batch) for micro_batch in batch.micro_batches], path)
+        return path
+
+
+def _first_bad_tensor(policy: Policy) -> str:
+    """Name of the first weight or gradient that is not finite, in the order of the model, on this rank."""
+    for name, parameter in policy.stage.core.named_parameters():
+        if not bool(parameter.isfinite().all()):
+            return f"weight {name}"
+        gradient = parameter.main_grad  # type: ignore[attr-defined]  Megatron's DDP puts it there
+        if not bool(gradient.isfinite().all()):
+            return f"gradient of {name}"
+    return "none on this rank (the loss itself, or another rank)"
+
+
+class ConstantRewardAlarm:
+    """Warns when the mean reward stands still: the usual sign of a reward that answers the same to everything."""
+
+    def __init__(self, config: HealthConfig) -> None:
+        self.patience = config.constant_reward_alarm_steps
+        self.last = math.nan
+        self.count = 0
+
+    def see(self, reward: float) -> bool:
+        """Take a step's mean reward; True (and a warning) every `patience` steps without a change."""
+        self.count = self.count + 1 if reward == self.last else 1
+        self.last = reward
+        if self.count % self.patience:
+            return False
+        warnings.warn(
+            f"the mean reward has been {reward} for {self.count} steps in a row"
+            " (health.constant_reward_alarm_steps); look at samples.jsonl: does the reward read the answers at all?",
+            stacklevel=2,
+        )
+        return True

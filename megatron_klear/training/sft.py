@@ -1,0 +1,63 @@
+"""Supervised fine-tuning: the RL step from `pack` on."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from tqdm import tqdm
+
+from megatron_klear.config.load import load_recipe, world_size_from_env
+from megatron_klear.config.recipe import SftRecipe
+from megatron_klear.data.packing import pack
+from megatron_klear.data.prompts import ItemStream
+from megatron_klear.data.sft import SftSet, load_sft
+from megatron_klear.losses.policy import SftLoss
+from megatron_klear.training.run import Run, loop, open_run, pack_spec, restore_stream
+
+LINE = ("train/loss", "train/grad_norm", "train/lr", "train/num_tokens", "perf/step_time")
+
+
+def train(recipe: SftRecipe) -> None:
+    """Run a recipe to its end, on every rank."""
+    decay_iters = recipe.optimizer.lr_decay_iters or recipe.train_iters
+    with open_run(recipe, decay_iters=decay_iters) as run:
+        data, stream = _load_data(run, recipe)
+        loss = SftLoss()
+
+        def step(number: int) -> dict[str, float]:
+            updates = None
+            if data is not None and stream is not None:
+                samples = [data.samples[i] for i in stream.next(recipe.batch.global_batch_size)]
+                updates = [pack(samples, pack_spec(run))]
+            (batch,) = run.distribute(updates)
+            report = run.policy.update(batch, loss).report
+            run.guard.check(number, report, run.policy, batch)
+            return report.metrics | {
+                "train/grad_norm": report.grad_norm,
+                "train/lr": report.lr,
+                "train/num_tokens": float(batch.num_loss_tokens),
+            }
+
+        def cursor() -> Mapping[str, int] | None:
+            return stream.state() if stream is not None else None
+
+        loop(run, recipe.train_iters, step, stream=cursor, keys=LINE)
+
+
+def _load_data(run: Run, recipe: SftRecipe) -> tuple[SftSet | None, ItemStream | None]:
+    """Samples and their order, on rank 0."""
+    if run.main is None:
+        return None, None
+    data = load_sft(recipe.data, run.main.tokenizer)
+    tqdm.write(f"{len(data.samples)} samples, dropped {dict(data.dropped) or 0}, cut {data.num_truncated}")
+    stream = ItemStream(len(data.samples), recipe.run.seed)
+    restore_stream(run, stream)
+    return data, stream
+
+
+def main(argv: list[str]) -> int:
+    """`megatron-klear sft RECIPE [section.key=value ...]`."""
+    recipe = load_recipe(argv[0], argv[1:], kind="sft", world_size=world_size_from_env())
+    assert isinstance(recipe, SftRecipe)
+    train(recipe)
+    return 0

@@ -1,0 +1,1 @@
+"""Bringing the trainer's weights to the engines."""

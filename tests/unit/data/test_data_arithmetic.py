@@ -1,0 +1,125 @@
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megatron_klear.config.model import read_shape
+from megatron_klear.config.recipe import PromptDataConfig, SftDataConfig
+from megatron_klear.data import arithmetic
+from megatron_klear.data.arithmetic import Problem, draw_problems, main, num_problems, problem_at
+from megatron_klear.data.prompts import load_prompts
+from megatron_klear.data.sft import load_sft
+from megatron_klear.data.template import ChatTokenizer, load_tokenizer
+from megatron_klear.errors import DataError
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("arithmetic")
+    assert main(["--out", str(out), "--num-sft", "300", "--num-rl", "200", "--num-eval", "100"]) == 0
+    return out
+
+
+@pytest.fixture(scope="module")
+def tiny(folder: Path) -> ChatTokenizer:
+    return load_tokenizer(folder / "model")
+
+
+def rows(path: Path) -> list[dict[str, str]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_a_problem_as_the_model_sees_it() -> None:
+    problem = Problem((12, 34, 56))
+    assert problem.prompt == "12+34+56="
+    assert problem.solution == "<think>12+34=46 46+56=102</think>102"
+    assert problem.answer == "102"
+
+
+def test_numbering_covers_every_problem_once() -> None:
+    assert problem_at(0).terms == (10, 10, 10)
+    assert problem_at(num_problems() - 1).terms == (99, 99, 99)
+    assert len({problem_at(index) for index in range(0, num_problems(), 97)}) == len(range(0, num_problems(), 97))
+
+
+def test_sets_are_disjoint_and_sized(folder: Path) -> None:
+    prompts = {name: [row["prompt"] for row in rows(folder / f"{name}.jsonl")] for name in ("sft", "rl", "eval")}
+    assert {name: len(found) for name, found in prompts.items()} == {"sft": 300, "rl": 200, "eval": 100}
+    assert len({prompt for found in prompts.values() for prompt in found}) == 600
+
+
+def test_every_row_is_right(folder: Path) -> None:
+    for row in rows(folder / "sft.jsonl"):
+        terms = [int(term) for term in row["prompt"].removesuffix("=").split("+")]
+        thought, answer = row["response"].removeprefix("<think>").split("</think>")
+        steps = [step.split("=") for step in thought.split(" ")]
+        assert int(answer) == sum(terms) == int(steps[-1][1])
+        assert all(sum(map(int, left.split("+"))) == int(right) for left, right in steps)
+    for row in rows(folder / "rl.jsonl") + rows(folder / "eval.jsonl"):
+        assert int(row["label"]) == sum(int(term) for term in row["prompt"].removesuffix("=").split("+"))
+
+
+def test_held_out_set_does_not_move_with_the_amount_of_training_data() -> None:
+    small = draw_problems(num_sft=10, num_rl=10, num_eval=50, seed=1)
+    large = draw_problems(num_sft=5000, num_rl=700, num_eval=50, seed=1)
+    assert small.held_out == large.held_out
+    assert small.held_out != draw_problems(num_sft=10, num_rl=10, num_eval=50, seed=2).held_out
+
+
+def test_more_problems_than_exist() -> None:
+    with pytest.raises(
+        DataError, match=r"729001 problems wanted .*but only 729000 different ones exist; lower --num-sft"
+    ):
+        draw_problems(num_sft=728_990, num_rl=10, num_eval=1, seed=0)
+
+
+def test_counts_must_be_positive(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["--out", str(tmp_path), "--num-rl", "0"])
+    assert "0 is not a number of problems; expected at least 1" in capsys.readouterr().err
+
+
+def test_same_seed_writes_the_same_bytes(folder: Path, tmp_path: Path) -> None:
+    main(["--out", str(tmp_path), "--num-sft", "300", "--num-rl", "200", "--num-eval", "100"])
+    for path in sorted(p for p in folder.rglob("*") if p.is_file()):
+        assert (tmp_path / path.relative_to(folder)).read_bytes() == path.read_bytes()
+
+
+def test_every_text_round_trips_through_the_tokenizer(folder: Path, tiny: ChatTokenizer) -> None:
+    for row in rows(folder / "sft.jsonl"):
+        text = row["prompt"] + row["response"]
+        assert tiny.decode(tiny.encode(text)) == text
+    everything = "<|endoftext|><think> " + arithmetic.CHARACTERS + "\n </think><|im_end|>"
+    assert tiny.decode(tiny.encode(everything)) == everything
+    assert len(tiny.encode("<think>12</think>")) == 4
+
+
+def test_tokenizer_fits_the_model(folder: Path, tiny: ChatTokenizer) -> None:
+    shape = read_shape(folder / "model")
+    assert tiny.vocab_size == len(arithmetic.vocabulary()) < shape.vocab_size == 64
+    assert (shape.hidden_size, shape.num_hidden_layers, shape.head_dim, shape.rope_theta) == (128, 4, 32, 10000.0)
+    assert tiny.stop_token_ids == tuple(tiny.encode("<|im_end|>"))
+
+
+def test_written_files_load_as_samples_and_prompts(folder: Path, tiny: ChatTokenizer) -> None:
+    samples = load_sft(SftDataConfig(path=str(folder / "sft.jsonl")), tiny).samples
+    first = rows(folder / "sft.jsonl")[0]
+    assert tiny.decode(samples[0].token_ids) == first["prompt"] + first["response"] + "<|im_end|>"
+    assert tiny.decode(samples[0].prompt.token_ids) == first["prompt"]
+    assert all(sample.loss_mask[-1] == 1 for sample in samples)
+    prompts = load_prompts(PromptDataConfig(prompt_data=str(folder / "rl.jsonl")), tiny).prompts
+    assert tiny.decode(prompts[0].token_ids) == rows(folder / "rl.jsonl")[0]["prompt"]
+    assert len({prompt.prompt_id for prompt in prompts}) == 200
+
+
+def test_generator_needs_neither_torch_nor_transformers() -> None:
+    code = (
+        "import sys, megatron_klear.data.arithmetic;"
+        "print(sorted({'torch', 'transformers', 'datasets', 'numpy'} & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"

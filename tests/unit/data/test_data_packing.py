@@ -1,0 +1,279 @@
+"""Each numbered statement of packing.py's docstring is a test here."""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from dataclasses import fields
+
+import pytest
+import torch
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from megatron_klear.data.packing import PackSpec, flatten, pack, split_updates, unflatten
+from megatron_klear.errors import DataError
+from megatron_klear.types import MicroBatch, Prompt, Sample, TrainBatch
+
+MAX_LENGTH = 24
+
+
+def make_sample(
+    number: int, *, prompt: int, response: int, reward: float | None = None, advantage: float = 0.0
+) -> Sample:
+    """Token ids that name sample and place, so that a micro-batch can be traced back."""
+    ids = [1000 * (number + 1) + i for i in range(prompt + response)]
+    sample = Sample(f"s{number}", Prompt(f"p{number}", tuple(ids[:prompt])), reward=reward, advantage=advantage)
+    sample.append_response(
+        ids[prompt:], [-0.01 * (number + 1) * i for i in range(1, response + 1)], weight_version=0, stop_reason="stop"
+    )
+    return sample
+
+
+@st.composite
+def updates(draw: st.DrawFn) -> list[Sample]:
+    shapes = draw(st.lists(st.tuples(st.integers(1, 8), st.integers(0, MAX_LENGTH - 8)), min_size=1, max_size=20))
+    rewards = st.sampled_from([None, 1.0, -1.0, 0.99])
+    samples = [
+        make_sample(i, prompt=p, response=r, reward=draw(rewards), advantage=draw(st.floats(-3, 3, width=32)))
+        for i, (p, r) in enumerate(shapes)
+    ]
+    assume(any(sample.num_loss_tokens for sample in samples))
+    return samples
+
+
+specs = st.builds(
+    PackSpec,
+    data_parallel_size=st.integers(1, 5),
+    max_tokens=st.integers(MAX_LENGTH + 3, 90),
+    multiple_of=st.sampled_from([1, 2, 4]),
+)
+law = settings(deadline=None, max_examples=60)
+
+
+def vars_of(one: MicroBatch) -> dict[str, Tensor]:
+    return {
+        "token_ids": one.token_ids,
+        "labels": one.labels,
+        "positions": one.positions,
+        "cu_seqlens": one.cu_seqlens,
+        "sequence_ids": one.sequence_ids,
+        "token_scale": one.token_scale,
+        "nll_scale": one.nll_scale,
+        "advantages": one.advantages,
+        "rollout_logprobs": one.rollout_logprobs,
+        "old_logprobs": one.old_logprobs,
+    }
+
+
+def all_micro_batches(batches: list[TrainBatch]) -> list[MicroBatch]:
+    return [one for batch in batches for one in batch.micro_batches]
+
+
+def sequences(one: MicroBatch) -> list[slice]:
+    borders = one.cu_seqlens.tolist()
+    return [slice(a, b) for a, b in itertools.pairwise(borders)]
+
+
+def total(tensors: list[Tensor]) -> float:
+    return float(sum(tensor.double().sum() for tensor in tensors))
+
+
+def real_sequences(batches: list[TrainBatch], samples: list[Sample]) -> list[tuple[Sample, MicroBatch, slice]]:
+    """(sample, micro-batch, place) of every sequence that is not padding."""
+    by_first_token = {sample.token_ids[0]: sample for sample in samples}
+    return [
+        (by_first_token[int(one.token_ids[place.start])], one, place)
+        for one in all_micro_batches(batches)
+        for place in sequences(one)
+        if int(one.token_ids[place.start]) != 0
+    ]
+
+
+@law
+@given(samples=updates(), spec=specs)
+def test_1_every_sample_is_in_exactly_one_place_and_whole(samples: list[Sample], spec: PackSpec) -> None:
+    found = real_sequences(pack(samples, spec), samples)
+    assert Counter(sample.sample_id for sample, _, _ in found) == Counter(sample.sample_id for sample in samples)
+    for sample, one, place in found:
+        assert one.token_ids[place].tolist() == sample.token_ids
+
+
+@law
+@given(samples=updates(), spec=specs)
+def test_2_all_ranks_have_equal_counts_and_lengths(samples: list[Sample], spec: PackSpec) -> None:
+    batches = pack(samples, spec)
+    assert len(batches) == spec.data_parallel_size
+    assert len({len(batch.micro_batches) for batch in batches}) == 1
+    assert batches[0].micro_batches
+    rows = [field.name for field in fields(MicroBatch) if field.name not in ("cu_seqlens", "max_seqlen")]
+    assert len({tuple(vars_of(one)[name].shape) for one in all_micro_batches(batches) for name in rows}) == 1
+
+
+@law
+@given(samples=updates(), spec=specs)
+def test_3_length_is_within_the_budget_and_a_multiple(samples: list[Sample], spec: PackSpec) -> None:
+    for one in all_micro_batches(pack(samples, spec)):
+        assert one.token_ids.numel() <= spec.max_tokens
+        assert one.token_ids.numel() % spec.multiple_of == 0
+
+
+@law
+@given(samples=updates(), spec=specs)
+def test_4_sequence_borders_and_padding(samples: list[Sample], spec: PackSpec) -> None:
+    longest = max(len(sample.token_ids) for sample in samples)
+    for one in all_micro_batches(pack(samples, spec)):
+        borders = one.cu_seqlens.tolist()
+        assert one.cu_seqlens.dtype == torch.int32
+        assert borders[0] == 0
+        assert borders[-1] == one.token_ids.numel()
+        assert borders == sorted(set(borders))
+        assert one.max_seqlen == max(b - a for a, b in itertools.pairwise(borders)) <= longest
+        for number, place in enumerate(sequences(one)):
+            size = place.stop - place.start
+            assert one.positions[place].tolist() == list(range(size))
+            assert one.sequence_ids[place].tolist() == [number] * size
+            if int(one.token_ids[place.start]) == 0:
+                for name in ("token_ids", "labels", "token_scale", "nll_scale", "advantages", "rollout_logprobs"):
+                    assert not vars_of(one)[name][place].any()
+
+
+@law
+@given(samples=updates(), spec=specs)
+def test_5_numbers_stand_where_the_token_is_predicted(samples: list[Sample], spec: PackSpec) -> None:
+    batches = pack(samples, spec, sft_loss_coef=0.5)
+    for sample, one, place in real_sequences(batches, samples):
+        last = len(sample.token_ids) - 1
+        rows = {name: tensor[place].tolist() for name, tensor in vars_of(one).items() if name != "cu_seqlens"}
+        for t in range(last):
+            trained = sample.loss_mask[t + 1]
+            correct = sample.reward == 1.0
+            assert rows["labels"][t] == sample.token_ids[t + 1]
+            assert rows["token_scale"][t] == pytest.approx(trained / batches[0].num_loss_tokens)
+            assert rows["nll_scale"][t] == pytest.approx(0.5 * trained * correct / max(batches[0].num_sft_tokens, 1))
+            assert rows["advantages"][t] == pytest.approx(trained * sample.advantage)
+            assert rows["rollout_logprobs"][t] == pytest.approx(sample.rollout_logprobs[t + 1])
+        for name in ("labels", "token_scale", "nll_scale", "advantages", "rollout_logprobs"):
+            assert rows[name][last] == 0
+        assert rows["old_logprobs"] == [0.0] * (last + 1)
+
+
+@law
+@given(samples=updates(), spec=specs, coef=st.sampled_from([0.0, 0.1, 2.0]))
+def test_6_scales_add_up(samples: list[Sample], spec: PackSpec, coef: float) -> None:
+    micro_batches = all_micro_batches(pack(samples, spec, sft_loss_coef=coef))
+    assert total([one.token_scale for one in micro_batches]) == pytest.approx(1.0, abs=1e-6)
+    any_correct = any(sample.reward == 1.0 and sample.num_loss_tokens for sample in samples)
+    assert total([one.nll_scale for one in micro_batches]) == pytest.approx(coef * any_correct, abs=1e-6)
+
+
+@law
+@given(samples=updates(), spec=specs, other=specs)
+def test_7_counts_and_sums_do_not_depend_on_the_split(samples: list[Sample], spec: PackSpec, other: PackSpec) -> None:
+    a, b = (pack(samples, one, sft_loss_coef=0.1) for one in (spec, other))
+    counts = {(batch.num_loss_tokens, batch.num_samples, batch.num_sft_tokens) for batch in a + b}
+    correct = [sample for sample in samples if sample.reward == 1.0]
+    expected = (sum(s.num_loss_tokens for s in samples), len(samples), sum(s.num_loss_tokens for s in correct))
+    assert counts == {expected}
+    for name in ("token_scale", "nll_scale", "advantages", "rollout_logprobs"):
+        sums = [total([vars_of(one)[name] for one in all_micro_batches(batches)]) for batches in (a, b)]
+        assert sums[0] == pytest.approx(sums[1], abs=1e-4)
+
+
+@law
+@given(samples=updates(), spec=specs)
+def test_packing_is_deterministic_and_travels_as_two_tensors(samples: list[Sample], spec: PackSpec) -> None:
+    for one, again in zip(pack(samples, spec), pack(samples, spec), strict=True):
+        for micro_batch in one.micro_batches:
+            micro_batch.old_logprobs = torch.randn(micro_batch.token_ids.numel())
+        ints, floats = flatten(one)
+        assert (ints.dtype, floats.dtype) == (torch.int64, torch.float32)
+        back = unflatten(ints, floats)
+        assert (back.num_loss_tokens, back.num_samples, back.num_sft_tokens) == (
+            one.num_loss_tokens,
+            one.num_samples,
+            one.num_sft_tokens,
+        )
+        for sent, received, twin in zip(one.micro_batches, back.micro_batches, again.micro_batches, strict=True):
+            assert sent.max_seqlen == received.max_seqlen == twin.max_seqlen
+            for name, tensor in vars_of(sent).items():
+                assert vars_of(received)[name].dtype == tensor.dtype
+                assert torch.equal(vars_of(received)[name], tensor)
+                assert name == "old_logprobs" or torch.equal(vars_of(twin)[name], tensor)
+
+
+def test_a_small_update_by_hand() -> None:
+    long = make_sample(0, prompt=2, response=3, reward=1.0, advantage=2.0)
+    short = make_sample(1, prompt=1, response=1, reward=-1.0, advantage=-1.0)
+    (batch,) = pack([short, long], PackSpec(1, max_tokens=16, multiple_of=4), sft_loss_coef=0.3)
+    (one,) = batch.micro_batches
+    assert one.token_ids.tolist() == [2000, 2001, 1000, 1001, 1002, 1003, 1004, 0]
+    assert one.labels.tolist() == [2001, 0, 1001, 1002, 1003, 1004, 0, 0]
+    assert one.cu_seqlens.tolist() == [0, 2, 7, 8]
+    assert one.positions.tolist() == [0, 1, 0, 1, 2, 3, 4, 0]
+    assert one.sequence_ids.tolist() == [0, 0, 1, 1, 1, 1, 1, 2]
+    assert one.token_scale.tolist() == pytest.approx([0.25, 0, 0, 0.25, 0.25, 0.25, 0, 0])
+    assert one.nll_scale.tolist() == pytest.approx([0, 0, 0, 0.1, 0.1, 0.1, 0, 0])
+    assert one.advantages.tolist() == [-1, 0, 0, 2, 2, 2, 0, 0]
+    assert one.rollout_logprobs.tolist() == pytest.approx([-0.02, 0, 0, -0.01, -0.02, -0.03, 0, 0])
+    assert (batch.num_loss_tokens, batch.num_samples, batch.num_sft_tokens) == (4, 2, 3)
+
+
+def test_ranks_without_a_sample_get_masked_padding() -> None:
+    batches = pack([make_sample(0, prompt=2, response=3)], PackSpec(3, max_tokens=8))
+    assert [float(batch.micro_batches[0].token_scale.sum()) for batch in batches] == pytest.approx([1.0, 0.0, 0.0])
+    assert batches[2].micro_batches[0].cu_seqlens.tolist() == [0, 5]
+    assert batches[2].num_loss_tokens == 3
+
+
+def test_micro_batches_are_few_and_balanced() -> None:
+    samples = [make_sample(i, prompt=1, response=n - 1) for i, n in enumerate([10, 2, 2, 8, 6, 4])]
+    batches = pack(samples, PackSpec(2, max_tokens=16))
+    assert [len(batch.micro_batches) for batch in batches] == [1, 1]
+    assert batches[0].micro_batches[0].token_ids.numel() == 16
+    assert [len(batch.micro_batches) for batch in pack(samples, PackSpec(2, max_tokens=10))] == [2, 2]
+
+
+def test_padding_does_not_widen_a_micro_batch_of_short_samples() -> None:
+    samples = [make_sample(0, prompt=10, response=10), make_sample(1, prompt=2, response=1)]
+    wide, narrow = pack(samples, PackSpec(2, max_tokens=20))
+    assert wide.micro_batches[0].max_seqlen == 20
+    assert narrow.micro_batches[0].max_seqlen == 3
+    assert narrow.micro_batches[0].cu_seqlens.tolist() == [0, 3, 6, 9, 12, 15, 18, 20]
+
+
+def test_first_token_of_a_sequence_counts_nowhere() -> None:
+    sample = make_sample(0, prompt=1, response=2)
+    sample.loss_mask = [1, 1, 1]
+    (batch,) = pack([sample], PackSpec(1, max_tokens=8))
+    assert batch.num_loss_tokens == 2
+    assert batch.micro_batches[0].token_scale.tolist() == [0.5, 0.5, 0.0]
+
+
+def test_what_cannot_be_packed_is_explained() -> None:
+    long = make_sample(4, prompt=5, response=6)
+    with pytest.raises(DataError, match=r"sample s4 has 11 tokens, more than batch\.max_tokens_per_gpu = 10; raise it"):
+        pack([make_sample(0, prompt=1, response=1), long], PackSpec(1, max_tokens=10))
+    with pytest.raises(DataError, match=r"max_tokens_per_gpu = 11, rounded down to a multiple of 4; raise it"):
+        pack([long], PackSpec(1, max_tokens=11, multiple_of=4))
+    with pytest.raises(DataError, match="no samples to pack; expected at least one"):
+        pack([], PackSpec(1, max_tokens=10))
+    with pytest.raises(DataError, match="none of the 2 samples of this update has a token with loss"):
+        pack([make_sample(i, prompt=2, response=0) for i in range(2)], PackSpec(1, max_tokens=10))
+
+
+@given(num_samples=st.integers(1, 40), size=st.integers(1, 12))
+def test_updates_are_few_even_and_in_order(num_samples: int, size: int) -> None:
+    samples = [make_sample(i, prompt=1, response=1) for i in range(num_samples)]
+    parts = split_updates(samples, size)
+    assert [sample for part in parts for sample in part] == samples
+    assert len(parts) == -(-num_samples // size)
+    sizes = [len(part) for part in parts]
+    assert max(sizes) <= size
+    assert max(sizes) - min(sizes) <= 1
+
+
+def test_no_samples_make_no_update() -> None:
+    with pytest.raises(DataError, match="no samples to train on"):
+        split_updates([], 4)
