@@ -15,7 +15,7 @@ COMMANDS: Mapping[str, tuple[str, str]] = {
     "sft": ("megatron_klear.training.sft:main", "supervised fine-tuning of a recipe"),
     "rl": ("megatron_klear.training.rl:main", "reinforcement learning of a recipe"),
     "check": ("megatron_klear.config.check:main", "list everything that is wrong with a recipe"),
-    "convert": ("megatron_klear.checkpoint.convert:main", "Megatron checkpoint <-> Hugging Face folder"),
+    "convert": ("megatron_klear.training.convert:main", "Megatron checkpoint <-> Hugging Face folder"),
     "arithmetic": ("megatron_klear.data.arithmetic:main", "write the quickstart's problems"),
     "report": ("megatron_klear.report.html:main", "write the HTML report of a run"),
 }

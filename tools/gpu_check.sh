@@ -71,7 +71,8 @@ install_wheels() {
 }
 
 require_packages() {
-  "$python" - <<'PYTHON'
+  # Megatron warns on import about optional packages that are not here.
+  "$python" -W ignore - <<'PYTHON'
 import importlib
 import sys
 
@@ -116,7 +117,7 @@ write_table() {
   printf '| date | %s |\n' "$(date -u '+%Y-%m-%d %H:%M UTC')"
   printf '| commit | %s |\n' "$(git describe --always --dirty 2>/dev/null || echo 'not a git checkout')"
   printf '| driver | %s |\n' "$(nvidia-smi --query-gpu=driver_version --format=csv,noheader 2>/dev/null | head -n 1 || echo unknown)"
-  versions
+  printf '%s\n' "$version_rows"
   printf '\n| phase | result | seconds |\n|---|---|---|\n'
   printf '%s\n' "${rows[@]}"
 }
@@ -125,6 +126,7 @@ require_cuda
 mkdir -p "$results" "$work/site"
 install_wheels || give_up "pip could not install the wheels of $wheels/"
 require_packages || give_up "the packages above are needed"
+version_rows=$(versions)
 
 # Exit status 5 of pytest (no test has the mark) counts as a failure: nothing would have been shown.
 phase "gpu tests" "$limit_s" "$python" -m pytest -q -m gpu tests

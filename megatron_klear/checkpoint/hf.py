@@ -32,7 +32,9 @@ def _weight_map(folder: Path) -> dict[str, str]:
         with _open(folder / SINGLE) as shard:
             weight_map = dict.fromkeys(shard.keys(), SINGLE)
     else:
-        raise CheckpointError(f"{folder} holds neither {INDEX} nor {SINGLE}; expected a Hugging Face folder with weights")
+        raise CheckpointError(
+            f"{folder} holds neither {INDEX} nor {SINGLE}; expected a Hugging Face folder with weights"
+        )
     absent = sorted({name for name in weight_map.values() if not (folder / name).is_file()})
     if absent:
         raise CheckpointError(
@@ -53,7 +55,7 @@ def _open(path: Path) -> Iterator[Any]:
 
 @contextlib.contextmanager
 def open_folder(folder: str | Path, shape: Qwen3Shape) -> Iterator[TensorSource]:
-    """A source of full tensors. The folder must hold exactly the tensors of `shape` (a tied lm_head may be there too)."""
+    """A source of full tensors. The folder must hold exactly those of `shape` (a tied lm_head may be there too)."""
     folder = Path(folder)
     weight_map = _weight_map(folder)
     expected = set(shape.tensor_shapes())
@@ -110,7 +112,7 @@ class HfWriter:
         self._num_bytes = 0
 
     def write(self, named_tensors: Iterable[tuple[str, Tensor]], *, dtype: torch.dtype) -> HfExport:
-        """Write all of `named_tensors` as `dtype`. Raises, leaving `folder` as it was, if a tensor is missing or odd."""
+        """Write all tensors as `dtype`. Raises, leaving `folder` as it was, if one is missing or misshapen."""
         shutil.rmtree(self.partial, ignore_errors=True)
         self.partial.mkdir(parents=True)
         for name, tensor in named_tensors:
@@ -122,7 +124,9 @@ class HfWriter:
         self._flush()
         missing = sorted(self.expected.keys() - {name for names in self._files for name in names})
         if missing:
-            raise CheckpointError(f"refusing to export {self.folder}: {len(missing)} tensors missing, first {missing[0]}")
+            raise CheckpointError(
+                f"refusing to export {self.folder}: {len(missing)} tensors missing, first {missing[0]}"
+            )
         self._name_shards()
         self._write_companions(dtype)
         _replace_folder(self.partial, self.folder)

@@ -1,8 +1,8 @@
 """Let Megatron write checkpoint files from this process.
 
-Megatron collects writer results through a queue of a spawned manager process, which costs seconds on the first save and
-outlives a rank that leaves in a hurry; 0.16 also forks its writers. Both stand-ins below are entered around one save and
-undone after it.
+Megatron collects writer results through a queue of a spawned manager process, which costs seconds on the first save
+and outlives a rank that leaves in a hurry; 0.16 also forks its writers. Both stand-ins below are entered around one
+save and undone after it.
 """
 
 from __future__ import annotations
@@ -26,14 +26,16 @@ class _NoCount:
 
 
 def _write_buckets(
-    transforms: Sequence[Any], use_msc: bool, rank: int, buckets: Sequence[Any], results: queue.Queue[Any]
+    transforms: list[Any], use_msc: bool, rank: int, buckets: Sequence[Any], results: queue.Queue[Any]
 ) -> None:
-    """Same contract as Megatron's multi-process writer: {bucket: write results}, or the exception of the first failure."""
+    """Megatron's contract: {bucket: write results}, or the exception of the first failure."""
     outcome: Any = {}
     for i, bucket in enumerate(buckets):
-        answer: queue.Queue[Any] = queue.Queue()
+        # Megatron's annotations ask for queues between processes; any object with their methods will do.
+        answer: Any = queue.Queue()
+        count: Any = _NoCount()
         filesystem_async.FileSystemWriterAsync.write_preloaded_data(
-            transforms, i, bucket, answer, _NoCount(), use_fsync=True
+            transforms, i, bucket, answer, count, use_fsync=True
         )
         _, result = answer.get()
         if isinstance(result, Exception):

@@ -57,8 +57,10 @@ class CheckpointStore:
         self.folder = Path(folder)
         self.context = context
 
-    def save(self, step: int, core: HiddenGPTModel, optimizer: MegatronOptimizer, common: Mapping[str, Any]) -> Path:
-        """Write everything needed to go on. `common` holds plain numbers and strings, equal on all ranks."""
+    def save(
+        self, step: int, core: HiddenGPTModel, optimizer: MegatronOptimizer | None, common: Mapping[str, Any]
+    ) -> Path:
+        """Write everything needed to go on (without an optimizer: the weights). `common` holds plain numbers and strings, equal on all ranks."""
         final = step_folder(self.folder, step)
         partial = final.with_suffix(".partial")
         if self.context.is_main:
@@ -68,11 +70,9 @@ class CheckpointStore:
         try:
             with megatron_scope(self.context.device), in_process_writer():
                 model_state = core.sharded_state_dict(metadata=_METADATA)
-                state = {
-                    "model": model_state,
-                    "optimizer": optimizer.sharded_state_dict(model_state, is_loading=False, metadata=_METADATA),
-                    "common": dict(common),
-                }
+                state: dict[str, Any] = {"model": model_state, "common": dict(common)}
+                if optimizer is not None:
+                    state["optimizer"] = optimizer.sharded_state_dict(model_state, is_loading=False, metadata=_METADATA)
                 dist_checkpointing.save(state, str(partial), content_metadata=_METADATA)
         except (OSError, RuntimeError, CheckpointingException) as error:
             raise CheckpointError(
@@ -112,7 +112,7 @@ class CheckpointStore:
                 state: dict[str, Any] = {"model": model_state}
                 if optimizer is not None:
                     state["optimizer"] = optimizer.sharded_state_dict(model_state, is_loading=True, metadata=_METADATA)
-                loaded = dist_checkpointing.load(state, str(folder))
+                loaded: Any = dist_checkpointing.load(state, str(folder))
                 core.load_state_dict(loaded["model"])
                 if optimizer is not None:
                     optimizer.load_state_dict(loaded["optimizer"])

@@ -16,9 +16,9 @@ class ModelConfig(Config):
     """Which model, and where its first weights come from."""
 
     hf_checkpoint: str
-    """Hugging Face folder: config.json and tokenizer files; the weights too, unless `load` or `random_init` says otherwise."""
+    """Hugging Face folder: config.json and tokenizer files; the weights too, unless `load` or `random_init` is given."""
     load: str | None = None
-    """Megatron checkpoint folder (the parent of iter_*) whose weights start this run; its optimizer state is not taken."""
+    """Megatron checkpoint folder (the parent of iter_*) whose weights, and nothing else, start this run."""
     random_init: bool = False
     """Start from random weights (std `initializer_range` of config.json) instead of the folder's."""
     params_dtype: Literal["float32", "bfloat16"] = "bfloat16"
@@ -77,7 +77,7 @@ class Qwen3Shape(BaseModel):
 
 
 def _flatten_rope(raw: dict[str, Any]) -> dict[str, Any]:
-    """Newer transformers write {"rope_parameters": {"rope_type": "default", "rope_theta": ...}}; older ones top-level keys."""
+    """Newer transformers write {"rope_parameters": {"rope_type", "rope_theta", ...}}, older ones top-level keys."""
     rope = raw.get("rope_parameters")
     if not isinstance(rope, dict):
         return raw
@@ -91,7 +91,9 @@ def read_shape(hf_checkpoint: str | Path) -> Qwen3Shape:
     """Read a Qwen3 shape from a Hugging Face folder. Raises `CheckpointError` naming the file and each wrong field."""
     path = Path(hf_checkpoint) / "config.json"
     if not path.is_file():
-        raise CheckpointError(f"{path} does not exist; hf_checkpoint must be a Hugging Face model folder with a config.json")
+        raise CheckpointError(
+            f"{path} does not exist; hf_checkpoint must be a Hugging Face model folder with a config.json"
+        )
     try:
         raw = json.loads(path.read_text())
     except json.JSONDecodeError as error:
@@ -101,7 +103,9 @@ def read_shape(hf_checkpoint: str | Path) -> Qwen3Shape:
     try:
         shape = Qwen3Shape(**_flatten_rope(raw))
     except ValidationError as error:
-        faults = "; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']}, got {e.get('input')!r}" for e in error.errors())
+        faults = "; ".join(
+            f"{'.'.join(map(str, e['loc']))}: {e['msg']}, got {e.get('input')!r}" for e in error.errors()
+        )
         raise CheckpointError(f"{path} does not describe a dense Qwen3 that this version can run: {faults}") from error
     if shape.num_attention_heads % shape.num_key_value_heads:
         raise CheckpointError(

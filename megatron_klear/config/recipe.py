@@ -38,7 +38,7 @@ class ParallelConfig(Config):
     pipeline_model_parallel_size: PositiveInt = 1
     """Ranks that share the layers; must divide num_hidden_layers."""
     sequence_parallel: bool = False
-    """Split norm activations along the sequence over the tensor-parallel ranks (needs tensor_model_parallel_size > 1)."""
+    """Split norm activations along the sequence over the tensor-parallel ranks; needs tensor_model_parallel_size > 1."""
     use_distributed_optimizer: bool = True
     """Shard optimizer state over the data-parallel ranks."""
     distributed_timeout_minutes: PositiveInt = 30
@@ -55,7 +55,7 @@ class OptimizerConfig(Config):
     lr_decay_style: Literal["constant", "linear", "cosine"] = "constant"
     """Shape of the schedule after the warm-up."""
     lr_decay_iters: PositiveInt | None = None
-    """Updates until min_lr, the warm-up included; needed with a decay in `rl`, where the number of updates is not known ahead."""
+    """Updates until min_lr, the warm-up included. An `rl` recipe with a decay needs it: its updates are not known ahead."""
     lr_warmup_iters: NonNegativeInt = 0
     """Updates over which the rate rises linearly from 0."""
     weight_decay: NonNegativeFloat = 0.1
@@ -143,7 +143,7 @@ class PromptDataConfig(Config):
     """Problems for rollouts."""
 
     prompt_data: str
-    """jsonl or parquet file. Rows as slime's (prompt, label, metadata) or verl's (prompt, reward_model.ground_truth, data_source)."""
+    """jsonl or parquet file, rows as slime's (prompt, label, metadata) or verl's (prompt, reward_model, data_source)."""
     input_key: str = "prompt"
     """Field with the prompt: text, or messages."""
     label_key: str = "label"
@@ -199,7 +199,7 @@ class ClipHigherLossConfig(PolicyLossConfig):
 
 
 class GppoLossConfig(PolicyLossConfig):
-    """Gradient-preserving clipping (Klear-Reasoner, arXiv 2508.07629 Eq. 11-12): clipped tokens keep a bounded gradient."""
+    """Gradient-preserving clipping (arXiv 2508.07629 Eq. 11-12): clipped tokens keep a bounded gradient."""
 
     type: Literal["gppo"]
     eps_clip: Annotated[float, Field(gt=0, lt=1)] = 0.2
@@ -215,7 +215,7 @@ class AdvantageConfig(Config):
     """Group advantages (GRPO): (reward - group mean) / (group std + eps)."""
 
     std: Literal["population", "unbiased", "none"] = "population"
-    """Divisor of the variance: n (Klear-Reasoner Eq. 4), n - 1 (its released code), or no division by the std at all (Dr.GRPO)."""
+    """Divide the variance by n (Klear-Reasoner Eq. 4) or n - 1 (its released code); none: no std at all (Dr.GRPO)."""
     eps: NonNegativeFloat = 1e-6
     """Added to the std."""
 
@@ -224,7 +224,7 @@ class RewardConfig(Config):
     """Which reward, and how it is run."""
 
     type: str
-    """`math` (math-verify in worker processes), `arithmetic` (exact integer), or `package.module:function` of your own."""
+    """`math` (math-verify in worker processes), `arithmetic` (exact integer), or your own `package.module:function`."""
     correct: float = 1.0
     """Reward of a right answer."""
     incorrect: float = -1.0
@@ -232,7 +232,7 @@ class RewardConfig(Config):
     format: Literal["none", "think"] = "think"
     """`think`: an answer not preceded by <think>...</think> is incorrect, whatever it says."""
     timeout_s: PositiveFloat = 5.0
-    """`math` only: longest verification of one answer; a slower worker is killed and the answer counted as a failure."""
+    """`math` only: longest verification of an answer; a slower worker is killed, the answer counted as a failure."""
     num_workers: PositiveInt = 2
     """`math` only: verifier processes."""
 

@@ -26,6 +26,7 @@ from megatron_klear.config.recipe import (
     Recipe,
     RewardConfig,
     RolloutConfig,
+    RunConfig,
     SftDataConfig,
     SftRecipe,
 )
@@ -248,6 +249,14 @@ def _resume_keeps_output(checkpoint: CheckpointConfig) -> Faults:
         yield Fault("checkpoint.overwrite", True, reason, "keep one")
 
 
+def _output_folder_is_its_own(run: RunConfig, checkpoint: CheckpointConfig) -> Faults:
+    if not run.output_dir:
+        yield Fault("run.output_dir", run.output_dir, "expected the name of a folder")
+    elif checkpoint.overwrite and Path.cwd().is_relative_to(Path(run.output_dir).resolve()):
+        reason = "checkpoint.overwrite would delete in the folder you are in, or in one above it"
+        yield Fault("run.output_dir", run.output_dir, reason, "name a folder of its own")
+
+
 def unused_keys(sections: Mapping[str, Any]) -> dict[str, str]:
     """Dotted keys that have no effect given the other settings, with the reason."""
     unused = {}
@@ -297,6 +306,7 @@ _RULES: tuple[tuple[Callable[..., Faults], tuple[str, ...]], ...] = (
     (_training_data_exists, ("data",)),
     (_evaluation_data_exists, ("eval",)),
     (_resume_keeps_output, ("checkpoint",)),
+    (_output_folder_is_its_own, ("run", "checkpoint")),
 )
 
 

@@ -67,6 +67,7 @@ def _fault(key: str, error: ErrorDetails, field: FieldInfo, kind: Kind) -> Fault
 
 def _validate(name: str, value: Any, kind: Kind) -> tuple[Any, list[Fault]]:
     field = RECIPES[kind].model_fields[name]
+    # A type made at run time, which a type checker cannot follow.
     adapter: TypeAdapter[Any] = TypeAdapter(Annotated[field.annotation, field])  # pyright: ignore
     try:
         # Strict: `true` is not 1 and "32" is not 32.

@@ -10,12 +10,12 @@ n_t is `nll_scale`: alpha / (global count of tokens in samples with reward exact
 from __future__ import annotations
 
 import torch
-from megatron_klear_kernels.linear_policy_loss.coefficients import policy_coefficients
 from torch import Tensor
 
 from megatron_klear.config.recipe import ClipHigherLossConfig, GppoLossConfig, LossConfig, PpoLossConfig
 from megatron_klear.metrics import Metric
 from megatron_klear.types import LossOutput, MicroBatch, TokenStats
+from megatron_klear_kernels.linear_policy_loss.coefficients import policy_coefficients
 
 
 class ClippedPolicyLoss:

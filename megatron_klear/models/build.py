@@ -39,7 +39,9 @@ class HiddenGPTModel(GPTModel):
         """[V/tp, H] rows of the output layer on this rank; last stage only."""
         if self.share_embeddings_and_output_weights:
             return self.shared_embedding_or_output_weight()
-        return self.output_layer.weight
+        weight = self.output_layer.weight
+        assert weight is not None, "an untied output layer holds its own weight"
+        return weight
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,9 +82,11 @@ def build_stage(
 ) -> ModelStage:
     """This rank's stage, weights uninitialised. Call inside `megatron_scope`."""
     config = qwen3_config(shape, parallel, dtype=dtype, on_cpu=on_cpu)
+    # TransformerBlock takes block submodules too, which carry our final norm; GPTModel's annotation is narrower.
+    block: Any = qwen3_block(config)
     core = HiddenGPTModel(
         config=config,
-        transformer_layer_spec=qwen3_block(config),
+        transformer_layer_spec=block,
         vocab_size=padded_vocab_size(shape.vocab_size, topology.tensor_size),
         max_sequence_length=shape.max_position_embeddings,
         pre_process=topology.is_first_stage,

@@ -82,7 +82,7 @@ class GatedMlp(Mapping):
 
 @dataclass(frozen=True)
 class QueryKeyValue(Mapping):
-    """q, k and v interleaved by KV group: [q heads of group 0, k 0, v 0, q heads of group 1, ...]; ranks split groups."""
+    """q, k, v interleaved by KV group: [q heads of group 0, k 0, v 0, q heads of group 1, ...]; ranks split groups."""
 
     num_groups: int = 1
     head_dim: int = 1

@@ -12,7 +12,7 @@ for _pattern in (
     "`torch.distributed.(all_gather_into_tensor|reduce_scatter_tensor)` is deprecated.*",
     "`load_state_dict` is deprecated.*",
     "Please use DTensor instead and we are deprecating ShardedTensor.*",
-    "When using sequence parallelism it is recommended to set.*",
+    "When using .* it is recommended to set the environment variable CUDA_DEVICE_MAX_CONNECTIONS.*",
     "The .grad attribute of a Tensor that is not a leaf.*",
 ):
     warnings.filterwarnings("ignore", message=_pattern)

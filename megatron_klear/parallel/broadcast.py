@@ -75,6 +75,13 @@ def gather_shards(
     return shards
 
 
+def all_gather_columns(local: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """[T, V/n] of each rank of `group` as [T, V] on all of them, in rank order."""
+    parts = [torch.empty_like(local) for _ in range(group.size())]
+    dist.all_gather(parts, local.contiguous(), group=group)
+    return torch.cat(parts, dim=1)
+
+
 def from_last_stage(tensor: Tensor | None, shape: Sequence[int], context: ParallelContext) -> Tensor:
     """The last stage's float32 tensor of `shape` on every stage; earlier stages pass None."""
     if tensor is None:

@@ -1,4 +1,4 @@
-"""Process groups. The only importer of Megatron's parallel_state: everything else gets `Topology` or a group by value."""
+"""Process groups. The only importer of Megatron's parallel_state: others get `Topology` or a group by value."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from datetime import timedelta
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
+from torch._C._distributed_c10d import HashStore
 
 from megatron_klear.config.recipe import ParallelConfig
 from megatron_klear.errors import ConfigError
@@ -44,14 +45,16 @@ class ParallelContext:
 
 @contextlib.contextmanager
 def parallel_context(config: ParallelConfig) -> Iterator[ParallelContext]:
-    """Join the other ranks (torchrun's RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT; alone without them); leave on exit."""
+    """Join the other ranks (torchrun's RANK, WORLD_SIZE, MASTER_*; alone without them); leave on exit."""
     rank, world_size, local_rank = (int(os.environ.get(k, d)) for k, d in _ENV_DEFAULTS)
     _check_world_size(world_size, config)
+    # Megatron overlaps tensor-parallel communication by the order of kernel launches; CUDA reads this when it starts.
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     device = pick_device(local_rank)
     timeout = timedelta(minutes=config.distributed_timeout_minutes)
     if world_size == 1:
         # An in-memory store: one process needs no port, so several runs can share a machine.
-        dist.init_process_group(device.backend, rank=0, world_size=1, store=dist.HashStore(), timeout=timeout)
+        dist.init_process_group(device.backend, rank=0, world_size=1, store=HashStore(), timeout=timeout)
     else:
         dist.init_process_group(device.backend, rank=rank, world_size=world_size, timeout=timeout)
     try:
@@ -97,9 +100,13 @@ def _topology(rank: int, world_size: int) -> Topology:
 
 
 def _groups() -> Groups:
+    def real(group: object) -> dist.ProcessGroup:
+        assert isinstance(group, dist.ProcessGroup), f"expected this rank to be in the group, got {group}"
+        return group
+
     return Groups(
-        tensor=parallel_state.get_tensor_model_parallel_group(),
-        pipeline=parallel_state.get_pipeline_model_parallel_group(),
-        data=parallel_state.get_data_parallel_group(),
-        model=parallel_state.get_model_parallel_group(),
+        tensor=real(parallel_state.get_tensor_model_parallel_group()),
+        pipeline=real(parallel_state.get_pipeline_model_parallel_group()),
+        data=real(parallel_state.get_data_parallel_group()),
+        model=real(parallel_state.get_model_parallel_group()),
     )

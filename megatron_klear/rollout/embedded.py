@@ -1,7 +1,7 @@
 """The embedded engine: batched generation in this process, for laptops, tests and small models.
 
-Requests wait in a queue; at most `max_running_requests` run at a time, each in a slot of the decoder's cache. A finished
-row makes room for the next waiting request at once, so ragged lengths do not leave rows idle.
+Requests wait in a queue; at most `max_running_requests` run at a time, each in a slot of the decoder's cache. A
+finished row makes room for the next waiting request at once, so ragged lengths do not leave rows idle.
 
 Each request draws its uniform numbers from its own seed. So its tokens do not depend on what shares its batch, up to
 float rounding of batched products.
@@ -96,7 +96,8 @@ class EmbeddedEngine:
         bad = [t for t in request.token_ids if not 0 <= t < self.shape.vocab_size]
         if bad:
             raise RolloutError(
-                f"request {request.request_id} holds token id {bad[0]}, outside the vocabulary of {self.shape.vocab_size}"
+                f"request {request.request_id} holds token id {bad[0]}, expected ids from 0 to"
+                f" {self.shape.vocab_size - 1}"
             )
 
 

@@ -87,7 +87,7 @@ def score(rollout: RolloutBatch, reward_fn: RewardFn, decode: Callable[[Sequence
     for sample, result in zip(rollout.samples, reward_fn(requests), strict=True):
         if result.failure:
             failed.add(sample.sample_id)
-            dropped[f"reward_{result.failure}"] += 1
+            dropped[f"reward_{result.reason}"] += 1
         else:
             sample.reward, sample.reward_reason = result.reward, result.reason
     groups = [

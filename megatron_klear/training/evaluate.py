@@ -32,7 +32,9 @@ class Accuracy:
 class Evaluator:
     """Holds the held-out problems. Lives on rank 0, beside the engine."""
 
-    def __init__(self, prompts: tuple[Prompt, ...], reward_fn: RewardFn, tokenizer: ChatTokenizer, config: EvalConfig) -> None:
+    def __init__(
+        self, prompts: tuple[Prompt, ...], reward_fn: RewardFn, tokenizer: ChatTokenizer, config: EvalConfig
+    ) -> None:
         self.prompts = prompts
         self.reward_fn = reward_fn
         self.tokenizer = tokenizer
@@ -53,7 +55,9 @@ class Evaluator:
         scores = self.reward_fn(requests)
         failures = Counter(s.failure for s in scores if s.failure)
         if failures:
-            raise RewardError(f"evaluation could not verify {sum(failures.values())} of {len(scores)} answers: {failures}")
+            raise RewardError(
+                f"evaluation could not verify {sum(failures.values())} of {len(scores)} answers: {failures}"
+            )
         reasons = Counter(s.reason for s in scores)
         return Accuracy(reasons["correct"], len(scores), reasons)
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import torch
 from megatron.core.tensor_parallel import copy_to_tensor_model_parallel_region, gather_from_sequence_parallel_region
-from megatron_klear_kernels.linear_policy_loss.logprobs import Vocabulary, linear_logprobs
 from torch import Tensor
 
 from megatron_klear.models.build import ModelStage
+from megatron_klear.parallel.broadcast import all_gather_columns
 from megatron_klear.parallel.topology import Groups
 from megatron_klear.types import MicroBatch, TokenStats
+from megatron_klear_kernels.linear_policy_loss.logprobs import Vocabulary, linear_logprobs
 
 
 def loss_rows(micro_batch: MicroBatch) -> Tensor:
@@ -23,17 +24,26 @@ class Head:
 
     def __init__(self, stage: ModelStage, groups: Groups, *, temperature: float) -> None:
         self.stage = stage
+        self.groups = groups
         self.temperature = temperature
         self.vocabulary = Vocabulary(stage.vocab_start, stage.shape.vocab_size, groups.tensor)
 
+    def _whole(self, hidden: Tensor) -> Tensor:
+        """All positions on every tensor-parallel rank, with a backward that sums the ranks' partial gradients."""
+        if self.stage.core.config.sequence_parallel:
+            # The backward reduce-scatters them.
+            return gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=True)
+        # The backward all-reduces them.
+        return copy_to_tensor_model_parallel_region(hidden)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """float32 logits [T, V] of every position: for checks of small inputs, never for training."""
+        local = self._whole(hidden)[:, 0].float() @ self.stage.core.head_weight().float().t()
+        return all_gather_columns(local, self.groups.tensor)[:, : self.stage.shape.vocab_size]
+
     def __call__(self, hidden: Tensor, micro_batch: MicroBatch) -> TokenStats:
         """hidden [T, 1, H] (or [T/tp, 1, H] under sequence parallelism) -> log-probs and entropy [T]."""
-        if self.stage.core.config.sequence_parallel:
-            # The backward reduce-scatters the ranks' partial gradients.
-            hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=True)
-        else:
-            # The backward all-reduces them.
-            hidden = copy_to_tensor_model_parallel_region(hidden)
+        hidden = self._whole(hidden)
         rows = loss_rows(micro_batch)
         logprobs, entropy = linear_logprobs(
             hidden[:, 0].index_select(0, rows),

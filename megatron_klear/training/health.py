@@ -32,7 +32,9 @@ def check_first_update(metrics: Mapping[str, float]) -> None:
         "train/logprob": ("< 0", lambda v: v < 0),
         "train/entropy": ("> 0", lambda v: v > 0),
     }
-    wrong = [f"{name} = {metrics[name]:.6g}, expected {rule}" for name, (rule, ok) in wanted.items() if not ok(metrics[name])]
+    wrong = [
+        f"{name} = {metrics[name]:.6g}, expected {rule}" for name, (rule, ok) in wanted.items() if not ok(metrics[name])
+    ]
     if wrong:
         raise TrainingError(
             "health check of the first update failed: " + "; ".join(wrong) + ". The policy that is trained is not the"
@@ -53,7 +55,7 @@ def check_engine_agrees(abs_diff: float, config: HealthConfig) -> None:
 
 
 class NonFiniteGuard:
-    """Counts updates that were skipped for NaN or infinity, keeps what is needed to find out why, and gives up after K."""
+    """Counts updates skipped for NaN or infinity, keeps what is needed to find out why, and gives up after K."""
 
     def __init__(self, config: HealthConfig, folder: Path) -> None:
         self.most = config.max_nonfinite_steps
@@ -68,7 +70,7 @@ class NonFiniteGuard:
         self.in_a_row += 1
         where = self._dump(step, policy, batch)
         message = (
-            f"step {step}: loss {report.metrics['train/loss']}, gradient norm {report.grad_norm}; the update was skipped."
+            f"step {step}: loss {report.metrics['train/loss']}, gradient norm {report.grad_norm}; update skipped."
             f" First bad tensor: {_first_bad_tensor(policy)}. Batch saved to {where}"
         )
         if self.in_a_row > self.most:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
+
 import torch
-from megatron_klear_kernels.linear_policy_loss.coefficients import policy_coefficients
 from torch import Tensor
 
 from megatron_klear.losses.policy import ClippedPolicyLoss
@@ -11,6 +12,7 @@ from megatron_klear.parallel.broadcast import from_last_stage
 from megatron_klear.report.record import SampleRecord
 from megatron_klear.training.run import MainSide, Run
 from megatron_klear.types import RolloutBatch, Sample, TrainBatch
+from megatron_klear_kernels.linear_policy_loss.coefficients import policy_coefficients
 
 SAMPLES_PER_STEP = 4
 
@@ -27,7 +29,7 @@ def record_samples(
     by_tokens = {tuple(sample.token_ids): sample for sample in rollout.samples}
     chosen: list[tuple[Sample, int]] = []
     starts = first.cu_seqlens.tolist()
-    for begin, end in zip(starts[:-1], starts[1:], strict=True):
+    for begin, end in itertools.pairwise(starts):
         # Sequences are found again by their tokens; padding sequences are nobody's.
         sample = by_tokens.get(tuple(first.token_ids[begin:end].tolist()))
         if sample is not None:

@@ -48,7 +48,8 @@ def wrap_data_parallel(stage: ModelStage, *, use_distributed_optimizer: bool) ->
         use_distributed_optimizer=use_distributed_optimizer, grad_reduce_in_fp32=True
     )
     ddp = _DataParallel(stage.core.config, ddp_config, stage.module)
-    for buffer in ddp.buffers:
+    gradient_buffers: Any = ddp.buffers  # Megatron's DDP gives this name of torch.nn.Module another meaning
+    for buffer in gradient_buffers:
         assert_sum_contract(
             calculate_per_token_loss=stage.core.config.calculate_per_token_loss,
             gradient_scaling_factor=buffer.gradient_scaling_factor,
@@ -93,4 +94,3 @@ def set_learning_rate(optimizer: MegatronOptimizer, lr: float) -> None:
     """Set the rate of every parameter group."""
     for group in optimizer.param_groups:
         group["lr"] = lr
-

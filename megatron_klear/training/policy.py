@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import MegatronOptimizer
-from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
 from megatron_klear.config.model import Qwen3Shape
@@ -25,6 +24,7 @@ from megatron_klear.parallel.device import megatron_scope
 from megatron_klear.parallel.scale import loss_tuple
 from megatron_klear.parallel.topology import ParallelContext
 from megatron_klear.protocols import PolicyLoss
+from megatron_klear.training.forward import LossOf, run_schedule
 from megatron_klear.training.head import Head
 from megatron_klear.training.optimizer import build_optimizer, set_learning_rate, wrap_data_parallel
 from megatron_klear.training.schedule import learning_rate
@@ -76,8 +76,7 @@ class Policy:
         def collect(micro_batch: MicroBatch) -> Callable[..., TokenStats]:
             return lambda hidden, non_loss_data: self.head(hidden, micro_batch)
 
-        with torch.no_grad():
-            return self._run(batch, collect, forward_only=True)
+        return self._run(batch, collect, forward_only=True)
 
     def update(self, batch: TrainBatch, loss: PolicyLoss) -> UpdateOutcome:
         """One optimizer update. Non-finite losses or gradients change nothing and are reported as skipped."""
@@ -107,24 +106,9 @@ class Policy:
                 self.version += 1
         return UpdateOutcome(StepReport(metrics, grad_norm, lr, skipped=not finite), logprobs)
 
-    def _run(self, batch: TrainBatch, loss_of: Callable[[MicroBatch], Any], *, forward_only: bool) -> list[Any]:
-        """Megatron's schedule over the micro-batches; what the loss functions reported, on the last stage."""
-
-        def forward_step(micro_batches: Iterator[MicroBatch], module: torch.nn.Module) -> tuple[Tensor, Any]:
-            micro_batch = next(micro_batches)
-            return self.stage.forward_hidden(module, micro_batch), loss_of(micro_batch)
-
+    def _run(self, batch: TrainBatch, loss_of: LossOf, *, forward_only: bool) -> list[Any]:
         with megatron_scope(self.context.device):
-            return get_forward_backward_func()(
-                forward_step_func=forward_step,
-                data_iterator=iter(batch.micro_batches),
-                model=[self.ddp],
-                num_microbatches=len(batch.micro_batches),
-                seq_length=batch.micro_batches[0].token_ids.numel(),
-                micro_batch_size=1,
-                forward_only=forward_only,
-                collect_non_loss_data=forward_only,
-            )
+            return run_schedule(self.stage, self.ddp, batch.micro_batches, loss_of, forward_only=forward_only)
 
     def export_weights(self) -> Iterator[tuple[str, Tensor]]:
         """Full tensors under Hugging Face names on rank 0. Collective: every rank must exhaust it."""

@@ -133,9 +133,9 @@ class Run:
         count = int(broadcast_number(len(updates or ()), self.context))
         batches = []
         for i in range(count):
-            flat = [flatten(batch) for batch in updates[i]] if updates is not None else None
-            ints = scatter_to_replicas(flat and [f[0] for f in flat], torch.int64, self.context)
-            floats = scatter_to_replicas(flat and [f[1] for f in flat], torch.float32, self.context)
+            flat = None if updates is None else [flatten(batch) for batch in updates[i]]
+            ints = scatter_to_replicas(None if flat is None else [f[0] for f in flat], torch.int64, self.context)
+            floats = scatter_to_replicas(None if flat is None else [f[1] for f in flat], torch.float32, self.context)
             batches.append(unflatten(ints, floats))
         return batches
 
@@ -156,7 +156,11 @@ def open_run(recipe: SftRecipe | RlRecipe, *, decay_iters: int, temperature: flo
         broadcast_number(0, context)
         store = CheckpointStore(save_dir, context)
         settings = PolicySettings(
-            recipe.parallel, recipe.optimizer, recipe.model.params_dtype, decay_iters=decay_iters, temperature=temperature
+            recipe.parallel,
+            recipe.optimizer,
+            recipe.model.params_dtype,
+            decay_iters=decay_iters,
+            temperature=temperature,
         )
         policy = build_policy(shape, _filler(recipe, shape, context), context, settings)
         resumed: dict[str, Any] = {}
@@ -178,7 +182,8 @@ def _guard_folders(recipe: SftRecipe | RlRecipe, save_dir: Path) -> None:
     if recipe.checkpoint.resume:
         if latest_step(save_dir) is None:
             raise CheckpointError(
-                f"checkpoint.resume is true but {save_dir} holds no checkpoint; start without it, or correct checkpoint.save"
+                f"checkpoint.resume is true but {save_dir} holds no checkpoint; start without it,"
+                " or correct checkpoint.save"
             )
     elif found and not recipe.checkpoint.overwrite:
         raise ConfigError(
@@ -226,9 +231,7 @@ def _open_main_side(
     if reward is not None:
         reward_fn = build_reward(reward)
         stack.callback(reward_fn.close)
-        evaluator = load_evaluator(
-            recipe.eval, reward, reward_fn, tokenizer, max_context=shape.max_position_embeddings
-        )
+        evaluator = load_evaluator(recipe.eval, reward, reward_fn, tokenizer, max_context=shape.max_position_embeddings)
     recorder = stack.enter_context(
         RunRecorder(
             recipe.run.output_dir,

@@ -1,8 +1,8 @@
 """Token log-probs and entropies from hidden states, without ever holding [T, V].
 
-Rows are worked off in chunks of bounded bytes. The vocabulary may be sharded over a process group: each rank holds rows
-[vocab_start, vocab_start + V/tp) of the output weight, and ranks merge (max, sum, shifted sum, target logit) statistics.
-The backward recomputes each chunk's logits.
+Rows are worked off in chunks of bounded bytes. The vocabulary may be sharded over a process group: each rank holds
+V/tp rows of the output weight, and ranks merge (max, sum, shifted sum, target logit) statistics. The backward
+recomputes each chunk's logits.
 
 With z = (h W^T) / temperature, m = max z, s = sum exp(z - m), t = sum exp(z - m) (z - m):
     logprob = z_target - m - log s        entropy = log s - t / s
@@ -101,7 +101,13 @@ class _LinearLogprobs(torch.autograd.Function):
         vocab, inv_temperature, _, rows = ctx.settings  # type: ignore[attr-defined]
         grad_hidden = torch.empty_like(hidden)
         grad_weight = torch.zeros_like(weight, dtype=torch.float32)
-        parts = (hidden.split(rows), targets.split(rows), lses.split(rows), grads[0].split(rows), grad_hidden.split(rows))
+        parts = (
+            hidden.split(rows),
+            targets.split(rows),
+            lses.split(rows),
+            grads[0].split(rows),
+            grad_hidden.split(rows),
+        )
         weight_float = weight.float()
         for h, y, lse, grad, out in zip(*parts, strict=True):
             column, ours = _own_targets(y, vocab, weight.size(0))

@@ -13,6 +13,7 @@ Kernels, chosen once by what is there:
 
 from __future__ import annotations
 
+import itertools
 import math
 from dataclasses import dataclass, field
 from typing import Any
@@ -51,7 +52,9 @@ class PackedSequences(PackedSeqParams):
         return self.cu_seqlens_q.numel() - 1
 
 
-def packed_sequences(micro_batch: MicroBatch, *, head_dim: int, rope_theta: float, dtype: torch.dtype) -> PackedSequences:
+def packed_sequences(
+    micro_batch: MicroBatch, *, head_dim: int, rope_theta: float, dtype: torch.dtype
+) -> PackedSequences:
     """Everything the attention layers of one forward pass share."""
     device, longest = micro_batch.positions.device, micro_batch.max_seqlen
     frequencies = rope_theta ** (-torch.arange(0, head_dim, 2, dtype=torch.float32, device=device) / head_dim)
@@ -146,7 +149,7 @@ def dense_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, sca
 def _loop_attention(query: Tensor, key: Tensor, value: Tensor, starts: list[int], scale: float) -> Tensor:
     """One sequence at a time: [T, heads, D] each."""
     outputs = []
-    for begin, end in zip(starts[:-1], starts[1:], strict=True):
+    for begin, end in itertools.pairwise(starts):
         q, k, v = (x[begin:end].transpose(0, 1)[None] for x in (query, key, value))
         out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True, scale=scale)
         outputs.append(out[0].transpose(0, 1))
@@ -165,6 +168,7 @@ class PackedAttention(torch.nn.Module):
         **megatron: Any,
     ) -> None:
         super().__init__()
+        assert config.kv_channels is not None
         self.scale = 1.0 / math.sqrt(config.kv_channels)
         self.engine = None
         if TEDotProductAttention is not None and torch.cuda.is_available():

@@ -3,7 +3,7 @@
 Rows of the cache are slots: a slot holds one running sequence, `lengths` says how many positions of it are filled.
 Rows advance independently, so a finished one can be replaced while the others go on.
 
-Shape letters: R rows, P prompt positions, H query heads, G key/value groups, D head_dim, C cache positions, V vocabulary.
+Shape letters: R rows, P prompt positions, H query heads, G key/value groups, D head_dim, C cache positions, V tokens.
 """
 
 from __future__ import annotations
@@ -39,7 +39,9 @@ def _collect(shape: Qwen3Shape, named_tensors: Iterable[tuple[str, Tensor]]) -> 
     tensors: dict[str, Tensor] = {}
     for name, tensor in named_tensors:
         if name not in expected:
-            raise WeightSyncError(f"unknown weight {name}; a Qwen3 of this shape has {len(expected)} weights, not this one")
+            raise WeightSyncError(
+                f"unknown weight {name}; a Qwen3 of this shape has {len(expected)} weights, not this one"
+            )
         if tuple(tensor.shape) != expected[name]:
             raise WeightSyncError(f"{name} has shape {tuple(tensor.shape)}, expected {expected[name]}")
         tensors[name] = tensor.detach().clone()
@@ -140,7 +142,11 @@ class Qwen3Decoder:
         cos, sin = self._cos[positions], self._sin[positions]
         if positions.dim() == 2:
             cos, sin = cos[:, None], sin[:, None]
-        return self._rotate(self._norm(q, layer.q_norm), cos, sin), self._rotate(self._norm(k, layer.k_norm), cos, sin), v
+        return (
+            self._rotate(self._norm(q, layer.q_norm), cos, sin),
+            self._rotate(self._norm(k, layer.k_norm), cos, sin),
+            v,
+        )
 
     def _finish(self, layer: _Layer, x: Tensor, attended: Tensor) -> Tensor:
         """Output projection and MLP: x [R, P, hidden], attended [R, H, P, D]."""

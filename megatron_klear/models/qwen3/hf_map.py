@@ -26,9 +26,7 @@ def qwen3_table(shape: Qwen3Shape) -> tuple[Mapping, ...]:
 
     embedding = VocabularyRows(EMBEDDING, pick("model.embed_tokens.weight"), vocab_size=shape.vocab_size)
     layers = [mapping for i in range(shape.num_hidden_layers) for mapping in _layer(shape, i, pick)]
-    last: list[Mapping] = [
-        Replicated("decoder.final_layernorm.weight", pick("model.norm.weight"), on_last_stage=True)
-    ]
+    last: list[Mapping] = [Replicated("decoder.final_layernorm.weight", pick("model.norm.weight"), on_last_stage=True)]
     if not shape.tie_word_embeddings:
         head = pick("lm_head.weight")
         last.append(VocabularyRows("output_layer.weight", head, on_last_stage=True, vocab_size=shape.vocab_size))

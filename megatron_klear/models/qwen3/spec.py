@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from megatron.core.distributed import finalize_model_grads
@@ -21,9 +23,7 @@ from megatron_klear.models.qwen3.attention import PackedAttention
 from megatron_klear.models.qwen3.norm import RMSNorm
 
 
-def qwen3_config(
-    shape: Qwen3Shape, parallel: ParallelConfig, *, dtype: torch.dtype, on_cpu: bool
-) -> TransformerConfig:
+def qwen3_config(shape: Qwen3Shape, parallel: ParallelConfig, *, dtype: torch.dtype, on_cpu: bool) -> TransformerConfig:
     """Megatron's configuration of a dense Qwen3. Weights are filled by import, so none are initialised here."""
     config = TransformerConfig(
         num_layers=shape.num_hidden_layers,
@@ -63,27 +63,31 @@ def qwen3_config(
 
 def qwen3_block(config: TransformerConfig) -> TransformerBlockSubmodules:
     """The layers of this pipeline stage and the final norm."""
+    # Megatron builds from classes and functions alike; its annotations name only some of them.
+    norm: Any = RMSNorm
+    attention: Any = PackedAttention
+    dropout_add: Any = get_bias_dropout_add
     layer = ModuleSpec(
         module=TransformerLayer,
         submodules=TransformerLayerSubmodules(
-            input_layernorm=RMSNorm,
+            input_layernorm=norm,
             self_attention=ModuleSpec(
                 module=SelfAttention,
                 params={"attn_mask_type": AttnMaskType.causal},
                 submodules=SelfAttentionSubmodules(
                     linear_qkv=ColumnParallelLinear,
-                    core_attention=PackedAttention,
+                    core_attention=attention,
                     linear_proj=RowParallelLinear,
-                    q_layernorm=RMSNorm,
-                    k_layernorm=RMSNorm,
+                    q_layernorm=norm,
+                    k_layernorm=norm,
                 ),
             ),
-            self_attn_bda=get_bias_dropout_add,
-            pre_mlp_layernorm=RMSNorm,
+            self_attn_bda=dropout_add,
+            pre_mlp_layernorm=norm,
             mlp=ModuleSpec(
                 module=MLP, submodules=MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
             ),
-            mlp_bda=get_bias_dropout_add,
+            mlp_bda=dropout_add,
         ),
     )
-    return TransformerBlockSubmodules(layer_specs=[layer] * get_num_layers_to_build(config), layer_norm=RMSNorm)
+    return TransformerBlockSubmodules(layer_specs=[layer] * get_num_layers_to_build(config), layer_norm=norm)

@@ -89,6 +89,7 @@ def test_every_fault_is_listed_at_once_sorted_by_key(files: RecipeFiles) -> None
         ("optimizer", "prompt_data", "did you mean eval.prompt_data or data.prompt_data?"),
         ("optimizer", "n_sample_per_prompt", "did you mean rollout.n_samples_per_prompt?"),
         ("parallel", "tensor-model-parallel-size", "did you mean parallel.tensor_model_parallel_size?"),
+        ("checkpoint", "eval-interval", "did you mean eval.eval_interval?"),
         ("export", "zzz", "valid here: hf_dir, max_shard_bytes"),
     ],
 )
@@ -247,7 +248,7 @@ def test_a_dumped_recipe_keeps_what_is_used(files: RecipeFiles) -> None:
     assert load_recipe(files.write(dump_recipe(recipe))) == recipe
 
 
-@settings(max_examples=3000, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     name=st.one_of(
         st.text(),
@@ -264,7 +265,7 @@ def test_any_text_survives_a_dump(name: str, files: RecipeFiles) -> None:
     assert load_recipe(path).run.name == name
 
 
-@settings(max_examples=3000, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(rate=st.floats(min_value=0, max_value=1e300))
 def test_any_number_survives_a_dump(rate: float, files: RecipeFiles) -> None:
     recipe = load_recipe(files.write(files.sft()), [f"optimizer.lr={rate!r}"])

@@ -86,6 +86,8 @@ def test_world_size_holds_whole_copies_of_the_model(files: RecipeFiles) -> None:
     )
     (fault,) = files.faults(recipe, world_size=3)
     assert fault.suggestion == "use 4 ranks"
+    (fault,) = files.faults(recipe, world_size=0)
+    assert fault.suggestion == "use 4 ranks"
 
 
 def test_the_global_batch_reaches_every_data_parallel_rank(files: RecipeFiles) -> None:
@@ -275,3 +277,17 @@ def test_resume_and_overwrite_exclude_each_other(files: RecipeFiles) -> None:
     (fault,) = files.faults(change(files.rl(), {"checkpoint.resume": True, "checkpoint.overwrite": True}))
     assert fault.key == "checkpoint.overwrite"
     assert "excludes checkpoint.resume" in fault.reason
+
+
+@pytest.mark.parametrize("folder", [".", "..", "runs/.."])
+def test_overwriting_spares_the_folder_one_is_in(folder: str, files: RecipeFiles) -> None:
+    assert files.faults(change(files.rl(), {"run.output_dir": folder})) == []
+    assert files.faults(change(files.rl(), {"run.output_dir": "runs/one", "checkpoint.overwrite": True})) == []
+    (fault,) = files.faults(change(files.rl(), {"run.output_dir": folder, "checkpoint.overwrite": True}))
+    assert (fault.key, fault.value) == ("run.output_dir", folder)
+    assert "delete in the folder you are in" in fault.reason
+
+
+def test_the_output_folder_has_a_name(files: RecipeFiles) -> None:
+    (fault,) = files.faults(change(files.rl(), {"run.output_dir": ""}))
+    assert (fault.key, fault.reason) == ("run.output_dir", "expected the name of a folder")

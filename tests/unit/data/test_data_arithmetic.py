@@ -98,6 +98,11 @@ def test_every_text_round_trips_through_the_tokenizer(folder: Path, tiny: ChatTo
     assert len(tiny.encode("<think>12</think>")) == 4
 
 
+def test_thinking_tags_survive_where_special_tokens_are_skipped(tiny: ChatTokenizer) -> None:
+    ids = tiny.encode("<think>12</think>3<|im_end|><|endoftext|>")
+    assert tiny._tokenizer.decode(ids, skip_special_tokens=True) == "<think>12</think>3"
+
+
 def test_tokenizer_fits_the_model(folder: Path, tiny: ChatTokenizer) -> None:
     shape = read_shape(folder / "model")
     assert tiny.vocab_size == len(arithmetic.vocabulary()) < shape.vocab_size == 64

@@ -227,12 +227,27 @@ def test_ranks_without_a_sample_get_masked_padding() -> None:
     assert batches[2].num_loss_tokens == 3
 
 
-def test_micro_batches_are_few_and_balanced() -> None:
-    samples = [make_sample(i, prompt=1, response=n - 1) for i, n in enumerate([10, 2, 2, 8, 6, 4])]
+def with_lengths(*lengths: int) -> list[Sample]:
+    return [make_sample(i, prompt=1, response=length - 1) for i, length in enumerate(lengths)]
+
+
+def test_load_is_balanced_whatever_the_order() -> None:
+    samples = with_lengths(4, 6, 8, 2, 2, 10)
     batches = pack(samples, PackSpec(2, max_tokens=16))
     assert [len(batch.micro_batches) for batch in batches] == [1, 1]
     assert batches[0].micro_batches[0].token_ids.numel() == 16
-    assert [len(batch.micro_batches) for batch in pack(samples, PackSpec(2, max_tokens=10))] == [2, 2]
+
+
+def test_micro_batches_are_no_more_than_needed() -> None:
+    (batch,) = pack(with_lengths(9, 9, 9), PackSpec(1, max_tokens=16))
+    assert len(batch.micro_batches) == 3
+    assert batch.micro_batches[0].token_ids.numel() == 9
+
+
+def test_no_rank_idles_while_another_has_two_more() -> None:
+    batches = pack(with_lengths(9, 9, 9, 9, 9), PackSpec(4, max_tokens=10))
+    busy = [sum(bool(one.token_scale.any()) for one in batch.micro_batches) for batch in batches]
+    assert busy == [2, 1, 1, 1]
 
 
 def test_padding_does_not_widen_a_micro_batch_of_short_samples() -> None:

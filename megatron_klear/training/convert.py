@@ -1,0 +1,155 @@
+"""`megatron-klear convert import|export|verify`: Hugging Face folders <-> Megatron checkpoints, in any layout.
+
+Under torchrun each rank fills or gives only its own shards; tensors are streamed one by one either way.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from megatron_klear.checkpoint.hf import HfWriter, open_folder
+from megatron_klear.checkpoint.store import CheckpointStore
+from megatron_klear.config.model import Qwen3Shape, read_shape
+from megatron_klear.config.recipe import ParallelConfig
+from megatron_klear.data.packing import PackSpec, flatten, pack, unflatten
+from megatron_klear.models.build import DTYPES, ModelStage, build_stage
+from megatron_klear.models.hf_bridge import export_weights, import_weights
+from megatron_klear.models.qwen3.hf_map import qwen3_table
+from megatron_klear.parallel.broadcast import from_last_stage
+from megatron_klear.parallel.device import megatron_scope
+from megatron_klear.parallel.topology import ParallelContext, parallel_context
+from megatron_klear.training.forward import run_schedule
+from megatron_klear.training.head import Head
+from megatron_klear.types import Prompt, Sample
+
+# float32 logits of two implementations differ by rounding; a wrong mapping differs by whole units.
+MAX_LOGIT_DIFF = {"float32": 1e-4, "bfloat16": 2e-1}
+
+
+@dataclass(frozen=True, slots=True)
+class Verification:
+    """How far a Megatron model and transformers' are apart on the same tokens."""
+
+    num_positions: int
+    max_abs_diff: float
+    same_argmax: float  # share of positions with the same most likely token
+
+
+def verify(stage: ModelStage, hf_dir: str, context: ParallelContext, *, num_tokens: int = 64) -> Verification | None:
+    """Compare logits with transformers' on random tokens; the result on rank 0. A collective."""
+    generator = torch.Generator().manual_seed(0)
+    lengths = (num_tokens, max(1, num_tokens // 3), 1)
+    ids = [torch.randint(0, stage.shape.vocab_size, (n,), generator=generator) for n in lengths]
+    logits = megatron_logits(stage, ids, context)
+    if not context.is_main:
+        return None
+    model = AutoModelForCausalLM.from_pretrained(hf_dir, dtype=stage.core.config.params_dtype)
+    model.to(context.device.torch_device)
+    with torch.no_grad():
+        wanted = torch.cat([model(row[None].to(context.device.torch_device)).logits[0].float() for row in ids])
+    same = (wanted.argmax(-1) == logits.argmax(-1)).float().mean()
+    return Verification(wanted.size(0), float((wanted - logits).abs().max()), float(same))
+
+
+def megatron_logits(stage: ModelStage, rows: Sequence[Tensor], context: ParallelContext) -> Tensor:
+    """float32 logits [sum of lengths, V] of token rows, on every rank. A collective."""
+    samples = [Sample(f"{i:05d}", Prompt(f"{i:05d}", tuple(row.tolist()))) for i, row in enumerate(rows)]
+    for sample in samples:
+        # Packing refuses samples that train nothing; what is trained does not matter here.
+        sample.loss_mask = [1] * len(sample.token_ids)
+    total = sum(len(sample.token_ids) for sample in samples)
+    multiple = stage.topology.tensor_size
+    spec = PackSpec(1, -(-total // multiple) * multiple, multiple)
+    (batch,) = pack(samples, spec)
+    ints, floats = flatten(batch)
+    (micro_batch,) = unflatten(
+        ints.to(context.device.torch_device), floats.to(context.device.torch_device)
+    ).micro_batches
+    head = Head(stage, context.groups, temperature=1.0)
+    with megatron_scope(context.device):
+        outputs = run_schedule(
+            stage,
+            stage.module,
+            [micro_batch],
+            lambda _: lambda hidden, non_loss_data: head.logits(hidden),
+            forward_only=True,
+        )
+    shape = (micro_batch.token_ids.numel(), stage.shape.vocab_size)
+    return from_last_stage(outputs[0] if outputs else None, shape, context)[:total]
+
+
+def _import(stage: ModelStage, args: argparse.Namespace, context: ParallelContext) -> str:
+    with open_folder(args.hf, stage.shape) as source:
+        import_weights(stage, qwen3_table(stage.shape), source)
+    folder = CheckpointStore(args.megatron, context).save(0, stage.core, None, {"step": 0, "version": 0})
+    return f"imported {args.hf} to {folder}"
+
+
+def _export(stage: ModelStage, args: argparse.Namespace, context: ParallelContext) -> str:
+    CheckpointStore(args.megatron, context).load(stage.core)
+    weights = export_weights(stage, qwen3_table(stage.shape), context)
+    if not context.is_main:
+        for _ in weights:
+            pass
+        return ""
+    writer = HfWriter(args.out, stage.shape, template=args.hf, max_shard_bytes=args.max_shard_bytes)
+    done = writer.write(weights, dtype=DTYPES[args.params_dtype])
+    return (
+        f"exported {done.num_tensors} tensors, {done.num_bytes / 1e6:.1f} MB, {done.num_shards} files to {done.folder}"
+    )
+
+
+def _verify(stage: ModelStage, args: argparse.Namespace, context: ParallelContext) -> str:
+    CheckpointStore(args.megatron, context).load(stage.core)
+    result = verify(stage, args.hf, context)
+    if result is None:
+        return ""
+    limit = MAX_LOGIT_DIFF[args.params_dtype]
+    verdict = "OK" if result.max_abs_diff <= limit else "DIFFERENT"
+    return (
+        f"{verdict}: {result.num_positions} positions, largest logit difference {result.max_abs_diff:.2e}"
+        f" (limit {limit}), same most likely token at {result.same_argmax:.1%}"
+    )
+
+
+_ACTIONS = {"import": _import, "export": _export, "verify": _verify}
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="megatron-klear convert", description=__doc__)
+    parser.add_argument("action", choices=sorted(_ACTIONS))
+    parser.add_argument("--hf", required=True, help="Hugging Face folder; for export the one to take config.json from")
+    parser.add_argument("--megatron", required=True, help="folder of iter_* and latest_checkpointed_iteration.txt")
+    parser.add_argument("--out", help="export: the Hugging Face folder to write")
+    parser.add_argument("--params-dtype", choices=sorted(DTYPES), default="bfloat16")
+    parser.add_argument("--max-shard-bytes", type=int, default=5 * 1024**3)
+    parser.add_argument("--tensor-model-parallel-size", type=int, default=1)
+    parser.add_argument("--pipeline-model-parallel-size", type=int, default=1)
+    return parser
+
+
+def main(argv: Sequence[str]) -> int:
+    """Exit code 0, or 1 if `verify` found a difference."""
+    parser = _parser()
+    args = parser.parse_args(argv)
+    if (args.action == "export") != (args.out is not None):
+        parser.error("export needs --out, the folder to write; import and verify take none")
+    parallel = ParallelConfig(
+        tensor_model_parallel_size=args.tensor_model_parallel_size,
+        pipeline_model_parallel_size=args.pipeline_model_parallel_size,
+    )
+    shape: Qwen3Shape = read_shape(args.hf)
+    with parallel_context(parallel) as context:
+        on_cpu = context.device.kind == "cpu"
+        with megatron_scope(context.device):
+            stage = build_stage(shape, parallel, context.topology, dtype=DTYPES[args.params_dtype], on_cpu=on_cpu)
+        message = _ACTIONS[args.action](stage, args, context)
+        if context.is_main:
+            print(message)
+        return 1 if message.startswith("DIFFERENT") else 0
