@@ -1,6 +1,9 @@
 """The quickstart's problems, and a model folder small enough to learn them on a laptop. Standard library only.
 
-The task is one format in three small functions: `Problem.prompt`, `Problem.solution`, `Problem.answer`.
+Two-digit addition, units first. The demonstrations come from a careless teacher, who forgets to carry in most of the
+problems that need it. So a model that imitates them (SFT) is right where nothing is carried, a little over half of the
+problems, and only now and then elsewhere; it takes the reward of right answers (RL) to prefer the careful way. This
+makes the quickstart's curve robust: accuracy after SFT is set by the data, not by when training stopped.
 """
 
 from __future__ import annotations
@@ -14,8 +17,8 @@ from pathlib import Path
 
 from megatron_klear.errors import DataError
 
-NUM_TERMS = 3
 SMALLEST, LARGEST = 10, 99
+CARELESSNESS = 0.8
 PAD, END = "<|endoftext|>", "<|im_end|>"
 THINK, END_THINK = "<think>", "</think>"
 CHARACTERS = "0123456789+-*=() .,\n"
@@ -25,28 +28,33 @@ CHAT_TEMPLATE = "{% for m in messages %}{{ m.content }}{% if m.role == 'assistan
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """A sum of a few numbers, added up term by term."""
+    """The sum of two two-digit numbers."""
 
-    terms: tuple[int, ...]
+    a: int
+    b: int
 
     @property
     def prompt(self) -> str:
-        """What the model is asked, like 12+34+56=."""
-        return "+".join(map(str, self.terms)) + "="
+        """What the model is asked, like 58+67=."""
+        return f"{self.a}+{self.b}="
 
     @property
-    def solution(self) -> str:
-        """A response that is right in every step, like <think>12+34=46 46+56=102</think>102."""
-        total, steps = self.terms[0], []
-        for term in self.terms[1:]:
-            steps.append(f"{total}+{term}={total + term}")
-            total += term
-        return f"{THINK}{' '.join(steps)}{END_THINK}{self.answer}"
+    def needs_carry(self) -> bool:
+        """True where the units add up to ten or more."""
+        return self.a % 10 + self.b % 10 > 9
+
+    def solution(self, *, forget_carry: bool = False) -> str:
+        """A response with its steps: <think>8+7=15 5+6+1=12</think>125, or without the +1 where it is forgotten."""
+        units = self.a % 10 + self.b % 10
+        carry = int(self.needs_carry and not forget_carry)
+        tens = self.a // 10 + self.b // 10 + carry
+        second = f"{self.a // 10}+{self.b // 10}{'+1' * carry}={tens}"
+        return f"{THINK}{self.a % 10}+{self.b % 10}={units} {second}{END_THINK}{tens}{units % 10}"
 
     @property
     def answer(self) -> str:
-        """The result alone."""
-        return str(sum(self.terms))
+        """The right result alone."""
+        return str(self.a + self.b)
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,16 +68,19 @@ class ProblemSets:
 
 def num_problems() -> int:
     """How many different problems there are."""
-    return (LARGEST - SMALLEST + 1) ** NUM_TERMS
+    return (LARGEST - SMALLEST + 1) ** 2
 
 
 def problem_at(index: int) -> Problem:
     """The problem with this number, 0 <= index < num_problems()."""
-    terms = []
-    for _ in range(NUM_TERMS):
-        index, term = divmod(index, LARGEST - SMALLEST + 1)
-        terms.append(SMALLEST + term)
-    return Problem(tuple(terms))
+    a, b = divmod(index, LARGEST - SMALLEST + 1)
+    return Problem(SMALLEST + a, SMALLEST + b)
+
+
+def demonstrations(problems: Sequence[Problem], *, carelessness: float, seed: int) -> list[str]:
+    """The teacher's responses: the carry of a problem that needs one is forgotten with probability `carelessness`."""
+    rng = random.Random(seed)
+    return [problem.solution(forget_carry=rng.random() < carelessness) for problem in problems]
 
 
 def draw_problems(*, num_sft: int, num_rl: int, num_eval: int, seed: int) -> ProblemSets:
@@ -184,14 +195,24 @@ def _count(text: str) -> int:
     return number
 
 
+def _share(text: str) -> float:
+    number = float(text)
+    if not 0 <= number <= 1:
+        raise argparse.ArgumentTypeError(f"{number} is not a share; expected a number from 0 to 1")
+    return number
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="megatron-klear arithmetic", description="Write the quickstart's problems and its tiny model folder."
     )
     parser.add_argument("--out", type=Path, required=True, help="folder to write; files of the same names are replaced")
-    parser.add_argument("--num-sft", type=_count, default=20_000, help="solved problems for SFT (%(default)s)")
-    parser.add_argument("--num-rl", type=_count, default=20_000, help="problems with answers for RL (%(default)s)")
+    parser.add_argument("--num-sft", type=_count, default=4000, help="demonstrations for SFT (%(default)s)")
+    parser.add_argument("--num-rl", type=_count, default=3500, help="problems with answers for RL (%(default)s)")
     parser.add_argument("--num-eval", type=_count, default=512, help="held-out problems (%(default)s)")
+    parser.add_argument(
+        "--carelessness", type=_share, default=CARELESSNESS, help="how often the teacher forgets a carry (%(default)s)"
+    )
     parser.add_argument("--seed", type=int, default=0, help="which problems are drawn (%(default)s)")
     return parser
 
@@ -201,7 +222,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = _parser().parse_args(argv)
     sets = draw_problems(num_sft=args.num_sft, num_rl=args.num_rl, num_eval=args.num_eval, seed=args.seed)
     write_model_folder(args.out / "model")
-    _write_rows(args.out / "sft.jsonl", ({"prompt": one.prompt, "response": one.solution} for one in sets.sft))
+    responses = demonstrations(sets.sft, carelessness=args.carelessness, seed=args.seed)
+    pairs = zip(sets.sft, responses, strict=True)
+    _write_rows(args.out / "sft.jsonl", ({"prompt": one.prompt, "response": said} for one, said in pairs))
     for name, problems in (("rl", sets.rl), ("eval", sets.held_out)):
         _write_rows(args.out / f"{name}.jsonl", ({"prompt": one.prompt, "label": one.answer} for one in problems))
     print(f"{args.out}: {len(sets.sft)} sft, {len(sets.rl)} rl, {len(sets.held_out)} held-out problems, and model/")

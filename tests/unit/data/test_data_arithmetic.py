@@ -10,7 +10,7 @@ import pytest
 from megatron_klear.config.model import read_shape
 from megatron_klear.config.recipe import PromptDataConfig, SftDataConfig
 from megatron_klear.data import arithmetic
-from megatron_klear.data.arithmetic import Problem, draw_problems, main, num_problems, problem_at
+from megatron_klear.data.arithmetic import Problem, demonstrations, draw_problems, main, num_problems, problem_at
 from megatron_klear.data.prompts import load_prompts
 from megatron_klear.data.sft import load_sft
 from megatron_klear.data.template import ChatTokenizer, load_tokenizer
@@ -34,16 +34,39 @@ def rows(path: Path) -> list[dict[str, str]]:
 
 
 def test_a_problem_as_the_model_sees_it() -> None:
-    problem = Problem((12, 34, 56))
-    assert problem.prompt == "12+34+56="
-    assert problem.solution == "<think>12+34=46 46+56=102</think>102"
-    assert problem.answer == "102"
+    problem = Problem(58, 67)
+    assert problem.prompt == "58+67="
+    assert problem.solution() == "<think>8+7=15 5+6+1=12</think>125"
+    assert problem.solution(forget_carry=True) == "<think>8+7=15 5+6=11</think>115"
+    assert problem.answer == "125"
+
+
+def test_nothing_is_forgotten_where_nothing_is_carried() -> None:
+    problem = Problem(27, 82)
+    assert not problem.needs_carry
+    assert problem.solution() == problem.solution(forget_carry=True) == "<think>7+2=9 2+8=10</think>109"
+
+
+def test_every_careful_solution_is_right_and_every_careless_one_with_a_carry_wrong() -> None:
+    for index in range(0, num_problems(), 7):
+        problem = problem_at(index)
+        assert problem.solution().endswith(f"</think>{problem.a + problem.b}")
+        careless = problem.solution(forget_carry=True)
+        assert careless.endswith(f"</think>{problem.a + problem.b}") != problem.needs_carry
 
 
 def test_numbering_covers_every_problem_once() -> None:
-    assert problem_at(0).terms == (10, 10, 10)
-    assert problem_at(num_problems() - 1).terms == (99, 99, 99)
-    assert len({problem_at(index) for index in range(0, num_problems(), 97)}) == len(range(0, num_problems(), 97))
+    assert problem_at(0) == Problem(10, 10)
+    assert problem_at(num_problems() - 1) == Problem(99, 99)
+    assert len({problem_at(index) for index in range(num_problems())}) == 8100
+
+
+def test_the_teacher_forgets_as_often_as_asked() -> None:
+    problems = [problem_at(index) for index in range(num_problems())]
+    said = demonstrations(problems, carelessness=0.8, seed=3)
+    forgot = [text != one.solution() for one, text in zip(problems, said, strict=True) if one.needs_carry]
+    assert sum(forgot) / len(forgot) == pytest.approx(0.8, abs=0.03)
+    assert demonstrations(problems, carelessness=0.0, seed=3) == [one.solution() for one in problems]
 
 
 def test_sets_are_disjoint_and_sized(folder: Path) -> None:
@@ -52,13 +75,10 @@ def test_sets_are_disjoint_and_sized(folder: Path) -> None:
     assert len({prompt for found in prompts.values() for prompt in found}) == 600
 
 
-def test_every_row_is_right(folder: Path) -> None:
+def test_every_row_is_as_the_problem_says(folder: Path) -> None:
     for row in rows(folder / "sft.jsonl"):
-        terms = [int(term) for term in row["prompt"].removesuffix("=").split("+")]
-        thought, answer = row["response"].removeprefix("<think>").split("</think>")
-        steps = [step.split("=") for step in thought.split(" ")]
-        assert int(answer) == sum(terms) == int(steps[-1][1])
-        assert all(sum(map(int, left.split("+"))) == int(right) for left, right in steps)
+        problem = Problem(*map(int, row["prompt"].removesuffix("=").split("+")))
+        assert row["response"] in (problem.solution(), problem.solution(forget_carry=True))
     for row in rows(folder / "rl.jsonl") + rows(folder / "eval.jsonl"):
         assert int(row["label"]) == sum(int(term) for term in row["prompt"].removesuffix("=").split("+"))
 
@@ -72,15 +92,21 @@ def test_held_out_set_does_not_move_with_the_amount_of_training_data() -> None:
 
 def test_more_problems_than_exist() -> None:
     with pytest.raises(
-        DataError, match=r"729001 problems wanted .*but only 729000 different ones exist; lower --num-sft"
+        DataError, match=r"8101 problems wanted .*but only 8100 different ones exist; lower --num-sft"
     ):
-        draw_problems(num_sft=728_990, num_rl=10, num_eval=1, seed=0)
+        draw_problems(num_sft=8_090, num_rl=10, num_eval=1, seed=0)
 
 
 def test_counts_must_be_positive(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["--out", str(tmp_path), "--num-rl", "0"])
     assert "0 is not a number of problems; expected at least 1" in capsys.readouterr().err
+
+
+def test_carelessness_must_be_a_share(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["--out", str(tmp_path), "--carelessness", "1.5"])
+    assert "1.5 is not a share; expected a number from 0 to 1" in capsys.readouterr().err
 
 
 def test_same_seed_writes_the_same_bytes(folder: Path, tmp_path: Path) -> None:
