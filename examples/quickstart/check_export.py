@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -26,7 +27,8 @@ def main() -> int:
     args = parser.parse_args()
     rows = [json.loads(line) for line in args.eval_data.read_text().splitlines()]
     tokenizer = AutoTokenizer.from_pretrained(args.hf_dir, padding_side="left")
-    model = AutoModelForCausalLM.from_pretrained(args.hf_dir)
+    # Any: transformers' annotations of `generate` do not fit its own classes.
+    model: Any = AutoModelForCausalLM.from_pretrained(args.hf_dir)
     texts = [
         tokenizer.apply_chat_template(
             [{"role": "user", "content": row["prompt"]}], tokenize=False, add_generation_prompt=True

@@ -118,8 +118,13 @@ class Line:
         print(f"\n{format_table(rows)}\n")
         print(format_table([{"phase": name, "seconds": f"{value:.1f}"} for name, value in self.seconds.items()]))
         print(f"total {sum(self.seconds.values()):.1f} s\n")
-        print(f"report        {page}\ncurves        {self.out / 'curves.png'}\nruns          {self.out}/sft, {self.out}/rl")
-        print(f"Hugging Face  {self.out / 'hf'}")
+        places = {
+            "report": page,
+            "curves": self.out / "curves.png",
+            "runs": f"{self.out / 'sft'}, {self.out / 'rl'}",
+            "Hugging Face": self.out / "hf",
+        }
+        print("\n".join(f"{name:<14}{place}" for name, place in places.items()))
 
     def _row(self, weights: str, run: str, index: int) -> dict[str, str]:
         value = self.accuracy(run, index)
@@ -164,7 +169,9 @@ def run_once(out: Path, seed: int, *, smoke: bool, control: bool) -> dict[str, s
 def main() -> int:
     """Exit code 0 if every promise was kept."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=Path("runs/quickstart"), help="folder to write; it is emptied first")
+    parser.add_argument(
+        "--out", type=Path, default=Path("runs/quickstart"), help="folder to write; it is emptied first"
+    )
     parser.add_argument("--seeds", type=int, nargs="+", default=[1234], help="one pass each")
     parser.add_argument("--control", action="store_true", help="also train with shuffled rewards")
     parser.add_argument("--smoke", action="store_true", help="a few steps; no promise about accuracy")

@@ -7,24 +7,41 @@ whatever is named iter_* is whole, and the tracker never names something that is
 from __future__ import annotations
 
 import os
+import pickle
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
+import torch
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.core import CheckpointingException
 from megatron.core.optimizer import ChainedOptimizer, MegatronOptimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron_klear.checkpoint.inprocess import in_process_writer
+from megatron_klear.config.model import Qwen3Shape
 from megatron_klear.errors import CheckpointError
-from megatron_klear.models.build import HiddenGPTModel
+from megatron_klear.models.build import ModelStage
+from megatron_klear.parallel.broadcast import barrier
 from megatron_klear.parallel.device import megatron_scope
 from megatron_klear.parallel.topology import ParallelContext
 
 TRACKER = "latest_checkpointed_iteration.txt"
+
+# What a full disk, a damaged file or another model's file makes torch and Megatron raise. torch's CheckpointException
+# (a failure on any rank, told to all) is not even an Exception.
+_FAILURES = (
+    OSError,
+    RuntimeError,
+    KeyError,
+    ValueError,
+    EOFError,
+    pickle.UnpicklingError,
+    CheckpointingException,
+    CheckpointException,
+)
 
 # Optimizer state in a layout-free form.
 _METADATA = {
@@ -58,30 +75,35 @@ class CheckpointStore:
         self.context = context
 
     def save(
-        self, step: int, core: HiddenGPTModel, optimizer: MegatronOptimizer | None, common: Mapping[str, Any]
+        self, step: int, stage: ModelStage, optimizer: MegatronOptimizer | None, common: Mapping[str, Any]
     ) -> Path:
-        """Write everything needed to go on (without an optimizer: the weights). `common` holds plain numbers and strings, equal on all ranks."""
+        """Write everything needed to go on; without an optimizer, the weights.
+
+        `common` holds plain numbers and strings, equal on all ranks.
+        """
         final = step_folder(self.folder, step)
         partial = final.with_suffix(".partial")
         if self.context.is_main:
             shutil.rmtree(partial, ignore_errors=True)
             partial.mkdir(parents=True)
-        dist.barrier()
+        barrier()
         try:
             with megatron_scope(self.context.device), in_process_writer():
-                model_state = core.sharded_state_dict(metadata=_METADATA)
-                state: dict[str, Any] = {"model": model_state, "common": dict(common)}
+                model_state = stage.core.sharded_state_dict(metadata=_METADATA)
+                shape = stage.shape.model_dump_json()
+                state: dict[str, Any] = {"model": model_state, "shape": shape, "common": dict(common)}
                 if optimizer is not None:
+                    _make_state(optimizer)
                     state["optimizer"] = optimizer.sharded_state_dict(model_state, is_loading=False, metadata=_METADATA)
                 dist_checkpointing.save(state, str(partial), content_metadata=_METADATA)
-        except (OSError, RuntimeError, CheckpointingException) as error:
+        except _FAILURES as error:
             raise CheckpointError(
-                f"could not write checkpoint {step} to {partial}: {error}; the newest whole checkpoint in"
+                f"could not write checkpoint {step} to {partial}: {_reason(error)}; the newest whole checkpoint in"
                 f" {self.folder} is {latest_step(self.folder)}. Free space or make the folder writable, then resume"
             ) from error
         if self.context.is_main:
             self._publish(partial, final, step)
-        dist.barrier()
+        barrier()
         return final
 
     def _publish(self, partial: Path, final: Path, step: int) -> None:
@@ -94,7 +116,7 @@ class CheckpointStore:
             os.fsync(out.fileno())
         tracker.rename(self.folder / TRACKER)
 
-    def load(self, core: HiddenGPTModel, optimizer: MegatronOptimizer | None = None) -> dict[str, Any]:
+    def load(self, stage: ModelStage, optimizer: MegatronOptimizer | None = None) -> dict[str, Any]:
         """Load the newest checkpoint into the model (and optimizer, before it made a step); returns its `common`."""
         step = latest_step(self.folder)
         if step is None:
@@ -105,27 +127,67 @@ class CheckpointStore:
         if not folder.is_dir():
             raise CheckpointError(f"{self.folder / TRACKER} names step {step}, but {folder} does not exist")
         try:
-            with megatron_scope(self.context.device):
-                if optimizer is not None:
-                    _make_state(optimizer)
-                model_state = core.sharded_state_dict(metadata=_METADATA)
-                state: dict[str, Any] = {"model": model_state}
-                if optimizer is not None:
-                    state["optimizer"] = optimizer.sharded_state_dict(model_state, is_loading=True, metadata=_METADATA)
-                loaded: Any = dist_checkpointing.load(state, str(folder))
-                core.load_state_dict(loaded["model"])
-                if optimizer is not None:
-                    optimizer.load_state_dict(loaded["optimizer"])
-        except (OSError, RuntimeError, CheckpointingException) as error:
-            raise CheckpointError(
-                f"{folder} could not be loaded ({error}); expected a checkpoint of the same model"
-            ) from error
+            saved = Qwen3Shape.model_validate_json(dist_checkpointing.load_common_state_dict(str(folder))["shape"])
+        except _FAILURES as error:
+            raise _cannot_load(folder, error) from error
+        _check_same_model(folder, saved, stage.shape)
+        try:
+            return self._load(folder, stage, optimizer)
+        except _FAILURES as error:
+            raise _cannot_load(folder, error) from error
+
+    def _load(self, folder: Path, stage: ModelStage, optimizer: MegatronOptimizer | None) -> dict[str, Any]:
+        with megatron_scope(self.context.device):
+            model_state = stage.core.sharded_state_dict(metadata=_METADATA)
+            state: dict[str, Any] = {"model": model_state}
+            if optimizer is not None:
+                _make_state(optimizer)
+                state["optimizer"] = optimizer.sharded_state_dict(model_state, is_loading=True, metadata=_METADATA)
+            loaded: Any = dist_checkpointing.load(state, str(folder))
+            stage.core.load_state_dict(loaded["model"])
+            if optimizer is not None:
+                optimizer.load_state_dict(loaded["optimizer"])
         return loaded["common"]
 
 
+def _reason(error: BaseException) -> str:
+    """Short, also where torch would print the tracebacks of all ranks."""
+    if isinstance(error, CheckpointException):
+        return "; ".join(f"rank {rank}: {cause!r}" for rank, (cause, _) in error.failures.items())
+    return repr(error)
+
+
+def _cannot_load(folder: Path, error: BaseException) -> CheckpointError:
+    return CheckpointError(
+        f"{folder} could not be loaded ({_reason(error)}); expected a whole checkpoint written by megatron-klear."
+        f" An older one beside it can be loaded by writing its step into {TRACKER}"
+    )
+
+
+def _check_same_model(folder: Path, saved: Qwen3Shape, wanted: Qwen3Shape) -> None:
+    """Megatron itself would load a vocabulary of another size without a word, and leave the missing rows as they are."""
+    if saved.tensor_shapes() == wanted.tensor_shapes():
+        return
+    old, new = saved.model_dump(), wanted.model_dump()
+    differences = ", ".join(f"{name} {old[name]} instead of {new[name]}" for name in new if old[name] != new[name])
+    raise CheckpointError(
+        f"{folder} is of another model: {differences}; load it with the config.json it was trained with"
+    )
+
+
 def _make_state(optimizer: MegatronOptimizer) -> None:
-    """Give a new optimizer state tensors to load into. Takes a step with zero gradients: only before a load."""
+    """Give an optimizer that made no step yet the state it would start with, to save it or to load into it.
+
+    Megatron's own way takes a step with zero gradients, which counts, and decays the weights.
+    """
     parts = optimizer.chained_optimizers if isinstance(optimizer, ChainedOptimizer) else [optimizer]
     for part in parts:
-        if isinstance(part, DistributedOptimizer):
-            part._init_optimizer_states_with_dummy_values()
+        inner = part.optimizer
+        if not isinstance(part, DistributedOptimizer) or not isinstance(inner, torch.optim.AdamW) or inner.state:
+            continue
+        for parameter in (p for group in inner.param_groups for p in group["params"]):
+            inner.state[parameter] = {
+                "step": torch.zeros((), dtype=torch.float32, device=parameter.device),
+                "exp_avg": torch.zeros_like(parameter),
+                "exp_avg_sq": torch.zeros_like(parameter),
+            }

@@ -16,7 +16,7 @@ class ModelConfig(Config):
     """Which model, and where its first weights come from."""
 
     hf_checkpoint: str
-    """Hugging Face folder: config.json and tokenizer files; the weights too, unless `load` or `random_init` is given."""
+    """Hugging Face folder: config.json and tokenizer files; weights too, unless `load` or `random_init` is given."""
     load: str | None = None
     """Megatron checkpoint folder (the parent of iter_*) whose weights, and nothing else, start this run."""
     random_init: bool = False

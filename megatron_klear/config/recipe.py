@@ -38,7 +38,7 @@ class ParallelConfig(Config):
     pipeline_model_parallel_size: PositiveInt = 1
     """Ranks that share the layers; must divide num_hidden_layers."""
     sequence_parallel: bool = False
-    """Split norm activations along the sequence over the tensor-parallel ranks; needs tensor_model_parallel_size > 1."""
+    """Split norm activations along the sequence over tensor-parallel ranks; needs tensor_model_parallel_size > 1."""
     use_distributed_optimizer: bool = True
     """Shard optimizer state over the data-parallel ranks."""
     distributed_timeout_minutes: PositiveInt = 30
@@ -55,14 +55,17 @@ class OptimizerConfig(Config):
     lr_decay_style: Literal["constant", "linear", "cosine"] = "constant"
     """Shape of the schedule after the warm-up."""
     lr_decay_iters: PositiveInt | None = None
-    """Updates until min_lr, the warm-up included. An `rl` recipe with a decay needs it: its updates are not known ahead."""
+    """Updates until min_lr, warm-up included; needed with a decay in `rl`, whose updates are not known ahead."""
     lr_warmup_iters: NonNegativeInt = 0
     """Updates over which the rate rises linearly from 0."""
     weight_decay: NonNegativeFloat = 0.1
     """Decoupled weight decay on matrices; norm weights have none."""
     adam_beta1: Annotated[float, Field(ge=0, lt=1)] = 0.9
+    """Decay of the first moment."""
     adam_beta2: Annotated[float, Field(ge=0, lt=1)] = 0.999
+    """Decay of the second moment."""
     adam_eps: PositiveFloat = 1e-8
+    """Added to the root of the second moment."""
     clip_grad: NonNegativeFloat = 1.0
     """Largest global gradient norm; 0 clips nothing."""
 
@@ -72,7 +75,7 @@ class BatchConfig(Config):
 
     global_batch_size: PositiveInt
     """Most samples in one optimizer update, over all data-parallel ranks."""
-    max_tokens_per_gpu: PositiveInt = 16384
+    max_tokens_per_gpu: PositiveInt = 32768
     """Most tokens in one micro-batch on one rank; must hold the longest sample."""
 
 
@@ -143,7 +146,7 @@ class PromptDataConfig(Config):
     """Problems for rollouts."""
 
     prompt_data: str
-    """jsonl or parquet file, rows as slime's (prompt, label, metadata) or verl's (prompt, reward_model, data_source)."""
+    """jsonl or parquet, rows as slime's (prompt, label, metadata) or verl's (prompt, reward_model, data_source)."""
     input_key: str = "prompt"
     """Field with the prompt: text, or messages."""
     label_key: str = "label"
@@ -184,6 +187,7 @@ class PpoLossConfig(PolicyLossConfig):
     """PPO's clipped surrogate with one width (arXiv 1707.06347 Eq. 7)."""
 
     type: Literal["ppo"]
+    """Which loss."""
     eps_clip: Annotated[float, Field(gt=0, lt=1)] = 0.2
     """Clip width on both sides."""
 
@@ -192,6 +196,7 @@ class ClipHigherLossConfig(PolicyLossConfig):
     """PPO with a wider upper clip (DAPO, arXiv 2503.14476 Eq. 10)."""
 
     type: Literal["clip_higher"]
+    """Which loss."""
     eps_clip: Annotated[float, Field(gt=0, lt=1)] = 0.2
     """Lower clip width."""
     eps_clip_high: PositiveFloat = 0.28
@@ -202,6 +207,7 @@ class GppoLossConfig(PolicyLossConfig):
     """Gradient-preserving clipping (arXiv 2508.07629 Eq. 11-12): clipped tokens keep a bounded gradient."""
 
     type: Literal["gppo"]
+    """Which loss."""
     eps_clip: Annotated[float, Field(gt=0, lt=1)] = 0.2
     """Lower clip width: a clipped token with negative advantage keeps weight 1 - eps_clip."""
     eps_clip_high: PositiveFloat = 0.28
@@ -226,7 +232,7 @@ class RewardConfig(Config):
     type: str
     """`math` (math-verify in worker processes), `arithmetic` (exact integer), or your own `package.module:function`."""
     correct: float = 1.0
-    """Reward of a right answer."""
+    """Reward of a right answer; with a function of your own, the value that counts as right in accuracies."""
     incorrect: float = -1.0
     """Reward of a wrong or cut-off answer."""
     format: Literal["none", "think"] = "think"

@@ -145,6 +145,12 @@ def _response_fits_the_model(data: PromptDataConfig, rollout: RolloutConfig, sha
     yield from _too_long(key, rollout.rollout_max_response_len, data.max_prompt_len, name, limit)
 
 
+def _evaluation_fits_the_model(evaluation: EvalConfig, shape: Qwen3Shape) -> Faults:
+    if evaluation.prompt_data is not None and evaluation.max_response_len >= shape.max_position_embeddings:
+        reason = f"leaves no room for a prompt in the model's max_position_embeddings {shape.max_position_embeddings}"
+        yield Fault("eval.max_response_len", evaluation.max_response_len, reason, "lower it")
+
+
 def _one_source_of_weights(model: ModelConfig) -> Faults:
     if model.load is not None and model.random_init:
         reason = f"model.load = {model.load!r} starts from a checkpoint instead"
@@ -292,6 +298,7 @@ _RULES: tuple[tuple[Callable[..., Faults], tuple[str, ...]], ...] = (
     (_sample_fits_the_model, ("data", "shape")),
     (_response_fits_a_micro_batch, ("data", "rollout", "batch")),
     (_response_fits_the_model, ("data", "rollout", "shape")),
+    (_evaluation_fits_the_model, ("eval", "shape")),
     (_one_source_of_weights, ("model",)),
     (_source_of_weights_exists, ("model",)),
     (_folder_has_weights, ("model", "shape")),

@@ -40,6 +40,11 @@ def scatter_to_replicas(tensors: Sequence[Tensor] | None, dtype: torch.dtype, co
     return buffer[:own]
 
 
+def barrier() -> None:
+    """Wait until every rank is here."""
+    dist.barrier()
+
+
 def broadcast_number(value: float, context: ParallelContext) -> float:
     """Rank 0's number on every rank."""
     tensor = torch.tensor([value], dtype=torch.float64, device=context.device.torch_device)

@@ -36,6 +36,12 @@ class Panel:
     style: Literal["line", "smooth", "points"] = "line"
     from_zero: bool = False
 
+    @property
+    def lines(self) -> list[tuple[str, Any]]:
+        """Each metric with its dashes; there are never more metrics than dash styles."""
+        assert len(self.metrics) <= len(DASHES)
+        return list(zip(self.metrics, DASHES[: len(self.metrics)], strict=True))
+
 
 PANELS = (
     Panel("Loss", ("train/loss",)),
@@ -121,7 +127,7 @@ def _figure(runs: Runs) -> Figure:
 def _draw(axes: Axes, panel: Panel, runs: Runs) -> None:
     drawn: set[str] = set()
     for number, records in enumerate(runs.values()):
-        for metric, dashes in zip(panel.metrics, DASHES, strict=False):
+        for metric, dashes in panel.lines:
             points = series(records, metric)
             if points is not None:
                 _draw_series(axes, points, panel.style, colour=_colour(number), dashes=dashes)
@@ -136,7 +142,7 @@ def _draw(axes: Axes, panel: Panel, runs: Runs) -> None:
     if len(panel.metrics) > 1:
         handles = [
             Line2D([], [], color=theme.MUTED.light, linestyle=dashes, label=metric.rsplit("_", 1)[-1])
-            for metric, dashes in zip(panel.metrics, DASHES, strict=False)
+            for metric, dashes in panel.lines
             if metric in drawn
         ]
         axes.legend(

@@ -27,7 +27,7 @@ def _build_judge(cfg: RewardConfig) -> RewardFn:
     if cfg.type == "arithmetic":
         return ArithmeticReward(correct=cfg.correct, incorrect=cfg.incorrect)
     if ":" in cfg.type:
-        return UserReward(load_function(cfg.type), cfg.type)
+        return UserReward(load_function(cfg.type), cfg.type, correct=cfg.correct)
     raise _unknown_type(cfg.type)
 
 

@@ -42,9 +42,11 @@ def load_function(path: str) -> UserFunction:
 class UserReward:
     """Calls your function once a request. Its exceptions become failures, its wrong types an error."""
 
-    def __init__(self, function: UserFunction, path: str) -> None:
+    def __init__(self, function: UserFunction, path: str, *, correct: float) -> None:
+        """`correct` is the value that counts as a right answer where accuracies are measured."""
         self._function = function
         self._path = path
+        self._correct = correct
 
     def __call__(self, requests: Sequence[RewardRequest]) -> list[Score]:
         """One score a request, in order."""
@@ -62,7 +64,7 @@ class UserReward:
                 f"{self._path} returned {value!r} ({type(value).__name__}) for prompt {request.prompt.prompt_id};"
                 " expected a finite float: return float(...) from your function, or raise to have the sample dropped"
             )
-        return Score(float(value), "user")
+        return Score(float(value), "correct" if value == self._correct else "user")
 
     def close(self) -> None:
         """Nothing to end."""

@@ -17,7 +17,9 @@ from megatron_klear.checkpoint.hf import HfWriter, open_folder
 from megatron_klear.checkpoint.store import CheckpointStore
 from megatron_klear.config.model import Qwen3Shape, read_shape
 from megatron_klear.config.recipe import ParallelConfig
+from megatron_klear.config.rules import check_sections
 from megatron_klear.data.packing import PackSpec, flatten, pack, unflatten
+from megatron_klear.errors import ConfigError
 from megatron_klear.models.build import DTYPES, ModelStage, build_stage
 from megatron_klear.models.hf_bridge import export_weights, import_weights
 from megatron_klear.models.qwen3.hf_map import qwen3_table
@@ -49,10 +51,11 @@ def verify(stage: ModelStage, hf_dir: str, context: ParallelContext, *, num_toke
     logits = megatron_logits(stage, ids, context)
     if not context.is_main:
         return None
-    model = AutoModelForCausalLM.from_pretrained(hf_dir, dtype=stage.core.config.params_dtype)
-    model.to(context.device.torch_device)
+    device = context.device.torch_device
+    with device:
+        model = AutoModelForCausalLM.from_pretrained(hf_dir, dtype=stage.core.config.params_dtype)
     with torch.no_grad():
-        wanted = torch.cat([model(row[None].to(context.device.torch_device)).logits[0].float() for row in ids])
+        wanted = torch.cat([model(row[None].to(device)).logits[0].float() for row in ids])
     same = (wanted.argmax(-1) == logits.argmax(-1)).float().mean()
     return Verification(wanted.size(0), float((wanted - logits).abs().max()), float(same))
 
@@ -87,12 +90,12 @@ def megatron_logits(stage: ModelStage, rows: Sequence[Tensor], context: Parallel
 def _import(stage: ModelStage, args: argparse.Namespace, context: ParallelContext) -> str:
     with open_folder(args.hf, stage.shape) as source:
         import_weights(stage, qwen3_table(stage.shape), source)
-    folder = CheckpointStore(args.megatron, context).save(0, stage.core, None, {"step": 0, "version": 0})
+    folder = CheckpointStore(args.megatron, context).save(0, stage, None, {"step": 0, "version": 0})
     return f"imported {args.hf} to {folder}"
 
 
 def _export(stage: ModelStage, args: argparse.Namespace, context: ParallelContext) -> str:
-    CheckpointStore(args.megatron, context).load(stage.core)
+    CheckpointStore(args.megatron, context).load(stage)
     weights = export_weights(stage, qwen3_table(stage.shape), context)
     if not context.is_main:
         for _ in weights:
@@ -106,7 +109,7 @@ def _export(stage: ModelStage, args: argparse.Namespace, context: ParallelContex
 
 
 def _verify(stage: ModelStage, args: argparse.Namespace, context: ParallelContext) -> str:
-    CheckpointStore(args.megatron, context).load(stage.core)
+    CheckpointStore(args.megatron, context).load(stage)
     result = verify(stage, args.hf, context)
     if result is None:
         return ""
@@ -145,6 +148,10 @@ def main(argv: Sequence[str]) -> int:
         pipeline_model_parallel_size=args.pipeline_model_parallel_size,
     )
     shape: Qwen3Shape = read_shape(args.hf)
+    # The rules of a recipe that concern the model and its layout; there is no recipe here.
+    faults = check_sections({"parallel": parallel, "shape": shape}, kind="sft", world_size=None)
+    if faults:
+        raise ConfigError("; ".join(map(str, faults)), faults)
     with parallel_context(parallel) as context:
         on_cpu = context.device.kind == "cpu"
         with megatron_scope(context.device):

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 
 from tqdm import tqdm
 
-from megatron_klear.config.load import load_recipe, world_size_from_env
 from megatron_klear.config.recipe import RlRecipe
 from megatron_klear.data.packing import pack, split_updates
 from megatron_klear.data.prompts import ItemStream
@@ -17,6 +16,7 @@ from megatron_klear.losses.policy import build_policy_loss, token_mean
 from megatron_klear.metrics import Metric, merge, results
 from megatron_klear.parallel.broadcast import reduce_metrics
 from megatron_klear.rollout.sampler import SamplingPlan, assign_advantages, sample, score, select
+from megatron_klear.training.command import recipe_of
 from megatron_klear.training.evaluate import readable_prompts
 from megatron_klear.training.health import ConstantRewardAlarm, check_engine_agrees, check_first_update
 from megatron_klear.training.observe import record_samples
@@ -176,7 +176,7 @@ def train(recipe: RlRecipe) -> None:
 
 def main(argv: list[str]) -> int:
     """`megatron-klear rl RECIPE [section.key=value ...]`."""
-    recipe = load_recipe(argv[0], argv[1:], kind="rl", world_size=world_size_from_env())
+    recipe = recipe_of("rl", argv)
     assert isinstance(recipe, RlRecipe)
     train(recipe)
     return 0

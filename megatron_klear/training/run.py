@@ -101,7 +101,7 @@ class Run:
         started = time.perf_counter()
         cursor = {} if stream is None else {f"stream/{key}": value for key, value in stream.items()}
         common = {"step": step, "version": self.policy.version, **self._same_everywhere(cursor)}
-        folder = self.store.save(step, self.policy.stage.core, self.policy.optimizer, common)
+        folder = self.store.save(step, self.policy.stage, self.policy.optimizer, common)
         if self.main is not None:
             tqdm.write(f"saved {folder} in {time.perf_counter() - started:.1f} s")
 
@@ -165,7 +165,7 @@ def open_run(recipe: SftRecipe | RlRecipe, *, decay_iters: int, temperature: flo
         policy = build_policy(shape, _filler(recipe, shape, context), context, settings)
         resumed: dict[str, Any] = {}
         if recipe.checkpoint.resume:
-            resumed = store.load(policy.stage.core, policy.optimizer)
+            resumed = store.load(policy.stage, policy.optimizer)
             policy.version = int(resumed["version"])
         main = None
         if context.is_main:
@@ -209,7 +209,7 @@ def _filler(recipe: SftRecipe | RlRecipe, shape: Qwen3Shape, context: ParallelCo
             for parameter in stage.core.parameters():
                 parameter.zero_()
         elif model.load is not None:
-            CheckpointStore(model.load, context).load(stage.core)
+            CheckpointStore(model.load, context).load(stage)
         elif model.random_init:
             source = random_source(table, seed=recipe.run.seed, std=shape.initializer_range)
             import_weights(stage, table, source)

@@ -6,12 +6,12 @@ from collections.abc import Mapping
 
 from tqdm import tqdm
 
-from megatron_klear.config.load import load_recipe, world_size_from_env
 from megatron_klear.config.recipe import SftRecipe
 from megatron_klear.data.packing import pack
 from megatron_klear.data.prompts import ItemStream
 from megatron_klear.data.sft import SftSet, load_sft
 from megatron_klear.losses.policy import SftLoss
+from megatron_klear.training.command import recipe_of
 from megatron_klear.training.run import Run, loop, open_run, pack_spec, restore_stream
 
 LINE = ("train/loss", "train/grad_norm", "train/lr", "train/num_tokens", "perf/step_time")
@@ -57,7 +57,7 @@ def _load_data(run: Run, recipe: SftRecipe) -> tuple[SftSet | None, ItemStream |
 
 def main(argv: list[str]) -> int:
     """`megatron-klear sft RECIPE [section.key=value ...]`."""
-    recipe = load_recipe(argv[0], argv[1:], kind="sft", world_size=world_size_from_env())
+    recipe = recipe_of("sft", argv)
     assert isinstance(recipe, SftRecipe)
     train(recipe)
     return 0

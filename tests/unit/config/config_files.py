@@ -21,7 +21,7 @@ SHAPE = {
     "num_attention_heads": 8,
     "num_key_value_heads": 4,
     "head_dim": 16,
-    "max_position_embeddings": 256,
+    "max_position_embeddings": 2048,
 }
 
 

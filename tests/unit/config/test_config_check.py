@@ -44,7 +44,7 @@ def test_an_rl_recipe_is_described(files: RecipeFiles, capsys: pytest.CaptureFix
         " 272,000 parameters in bfloat16",
         "layout  tensor 2 x pipeline 1 x data 2 = 4 ranks",
         "batch   5 steps, each 4 prompts x 4 = 16 responses, in at most 3 updates of at most 6 samples",
-        "length  prompt 32 + response 64 = 96 tokens of 200 a micro-batch and 256 positions",
+        "length  prompt 32 + response 64 = 96 tokens of 200 a micro-batch and 2048 positions",
         f"output  {files.folder / 'out'}",
     ]
 
@@ -55,7 +55,7 @@ def test_an_sft_recipe_is_described(files: RecipeFiles, capsys: pytest.CaptureFi
     assert "kind    sft" in out
     assert "layout  tensor 1 x pipeline 1; data parallel over the ranks that are left" in out
     assert "batch   10 updates of 8 samples = 80 samples" in out
-    assert "length  128 tokens of 200 a micro-batch and 256 positions" in out
+    assert "length  128 tokens of 200 a micro-batch and 2048 positions" in out
 
 
 def test_faults_go_to_stderr_with_exit_2(files: RecipeFiles, capsys: pytest.CaptureFixture[str]) -> None:

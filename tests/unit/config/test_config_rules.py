@@ -140,11 +140,18 @@ def test_a_prompt_that_leaves_no_room_is_named(files: RecipeFiles) -> None:
 
 def test_an_sft_sample_fits(files: RecipeFiles) -> None:
     assert files.faults(change(files.sft(), {"data.max_length": 200})) == []
-    faults = files.faults(change(files.sft(), {"data.max_length": 257}))
+    faults = files.faults(change(files.sft(), {"data.max_length": 2049}))
     assert [str(fault) for fault in faults] == [
-        "data.max_length = 257: more than batch.max_tokens_per_gpu 200 (at most 200)",
-        "data.max_length = 257: more than the model's max_position_embeddings 256 (at most 256)",
+        "data.max_length = 2049: more than batch.max_tokens_per_gpu 200 (at most 200)",
+        "data.max_length = 2049: more than the model's max_position_embeddings 2048 (at most 2048)",
     ]
+
+
+def test_an_evaluation_answer_leaves_room_for_its_prompt(files: RecipeFiles) -> None:
+    evaluation = {"eval.prompt_data": str(files.folder / "eval.parquet"), "eval.max_response_len": 2048}
+    (fault,) = files.faults(change(files.rl(), evaluation))
+    assert fault.key == "eval.max_response_len"
+    assert fault.reason == "leaves no room for a prompt in the model's max_position_embeddings 2048"
 
 
 def test_weights_come_from_one_place_that_exists(files: RecipeFiles) -> None:

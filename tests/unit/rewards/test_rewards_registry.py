@@ -85,8 +85,8 @@ def test_an_unknown_type_like_no_other_gets_no_suggestion() -> None:
 
 def test_a_user_function_scores_a_batch(user_module: str) -> None:
     reward = build_reward(config(f"{user_module}:length_reward"))
-    assert reward([request("abcd"), request("ab")]) == [Score(2.0, "user"), Score(1.0, "user")]
-    assert build_reward(config(f"{user_module}:integer_reward"))([request()]) == [Score(1.0, "user")]
+    assert reward([request("abcd"), request("ab")]) == [Score(2.0, "user"), Score(1.0, "correct")]
+    assert build_reward(config(f"{user_module}:integer_reward"))([request()]) == [Score(1.0, "correct")]
 
 
 def test_a_user_function_stands_behind_the_format_too(user_module: str) -> None:

@@ -1,0 +1,162 @@
+"""Packed attention, dense and one by one, against plain float64 attention of each sequence."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Callable, Sequence
+
+import pytest
+import torch
+from helpers.micro_batches import micro_batch_of_lengths
+from helpers.tiny_qwen3 import tiny_shape
+from megatron.core.transformer.enums import AttnMaskType
+from torch import Tensor
+
+from megatron_klear.config.recipe import ParallelConfig
+from megatron_klear.models.qwen3.attention import (
+    MAX_DENSE_LENGTH,
+    PackedAttention,
+    PackedSequences,
+    packed_sequences,
+)
+from megatron_klear.models.qwen3.spec import qwen3_config
+
+HEADS, GROUPS, DIM = 4, 2, 12
+THETA = 1000.0
+RAGGED = (7, 1, 12, 4, 1, 12, 2)
+LENGTHS = [RAGGED, (1,), (1, 1, 1), (9,)]
+
+Forward = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+
+def projections(num_positions: int, *, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(num_positions)
+    q, k, v = (torch.randn(num_positions, heads, DIM, generator=generator) for heads in (HEADS, GROUPS, GROUPS))
+    return q.to(dtype), k.to(dtype), v.to(dtype)
+
+
+def packed(lengths: Sequence[int], *, dtype: torch.dtype = torch.float32) -> PackedSequences:
+    return packed_sequences(micro_batch_of_lengths(lengths), head_dim=DIM, rope_theta=THETA, dtype=dtype)
+
+
+def attention(sequences: PackedSequences) -> Forward:
+    config = qwen3_config(tiny_shape(tied=True), ParallelConfig(), dtype=torch.float32, on_cpu=True)
+    module = PackedAttention(config, 1, AttnMaskType.causal, "self")
+    module.engine = None  # where there is a GPU with Transformer Engine: this is a test of the other paths
+    return lambda q, k, v: module(q, k, v, None, packed_seq_params=sequences)
+
+
+def one_by_one(sequences: PackedSequences) -> PackedSequences:
+    """The same sequences, as they are handed over when one of them is too long for the dense path."""
+    return dataclasses.replace(sequences, dense_mask=None)
+
+
+def rotate_half(x: Tensor) -> Tensor:
+    return torch.cat((-x[..., DIM // 2 :], x[..., : DIM // 2]), dim=-1)
+
+
+def plain_attention(q: Tensor, k: Tensor, v: Tensor, lengths: Sequence[int]) -> Tensor:
+    """Head by head and query by query, rotary positions as transformers writes them. [T, heads x D]."""
+    outputs = []
+    for begin, end in itertools.pairwise(itertools.accumulate(lengths, initial=0)):
+        positions = torch.arange(end - begin, dtype=torch.float64)
+        inverse = 1.0 / THETA ** (torch.arange(0, DIM, 2, dtype=torch.float64) / DIM)
+        angles = torch.cat((positions[:, None] * inverse, positions[:, None] * inverse), dim=-1)
+        cos, sin = angles.cos()[:, None], angles.sin()[:, None]
+        query = q[begin:end] * cos + rotate_half(q[begin:end]) * sin
+        key = k[begin:end] * cos + rotate_half(k[begin:end]) * sin
+        value = v[begin:end]
+        rows = []
+        for t in range(end - begin):
+            heads = []
+            for head in range(HEADS):
+                group = head // (HEADS // GROUPS)
+                weights = (key[: t + 1, group] @ query[t, head] / DIM**0.5).softmax(dim=0)
+                heads.append(weights @ value[: t + 1, group])
+            rows.append(torch.cat(heads))
+        outputs.append(torch.stack(rows))
+    return torch.cat(outputs)
+
+
+def forward_backward(run: Forward, operands: Sequence[Tensor]) -> list[Tensor]:
+    """Output and the gradients of q, k and v under a fixed upstream gradient."""
+    leaves = [x.clone().requires_grad_() for x in operands]
+    out = run(*leaves)
+    upstream = torch.linspace(-1, 1, out.numel(), dtype=torch.float64).sin().view_as(out)
+    out.backward(upstream.to(out.dtype))
+    return [out.detach(), *(leaf.grad for leaf in leaves if leaf.grad is not None)]
+
+
+@pytest.mark.parametrize("path", ("dense", "one_by_one"))
+@pytest.mark.parametrize("lengths", LENGTHS, ids=str)
+def test_output_and_gradients(lengths: Sequence[int], path: str) -> None:
+    sequences = packed(lengths)
+    operands = projections(sum(lengths))
+    exact = forward_backward(lambda q, k, v: plain_attention(q, k, v, lengths), [x.double() for x in operands])
+    actual = forward_backward(attention(sequences if path == "dense" else one_by_one(sequences)), operands)
+    assert len(actual) == len(exact) == 4
+    for mine, theirs in zip(actual, exact, strict=True):
+        torch.testing.assert_close(mine.double(), theirs, rtol=1e-5, atol=5e-6)
+
+
+def test_both_paths_are_equal() -> None:
+    sequences, operands = packed(RAGGED), projections(sum(RAGGED))
+    dense = forward_backward(attention(sequences), operands)
+    loop = forward_backward(attention(one_by_one(sequences)), operands)
+    for one, other in zip(dense, loop, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=2e-6)
+
+
+def test_bfloat16_stays_close() -> None:
+    sequences, operands = packed(RAGGED, dtype=torch.bfloat16), projections(sum(RAGGED), dtype=torch.bfloat16)
+    out = attention(sequences)(*operands)
+    assert out.dtype == torch.bfloat16
+    exact = plain_attention(*(x.double() for x in operands), RAGGED)
+    torch.testing.assert_close(out.double(), exact, rtol=0, atol=4e-2)
+
+
+def test_a_sequence_does_not_see_its_neighbours_or_its_future() -> None:
+    lengths = (5, 6)
+    run = attention(packed(lengths))
+    operands = projections(11)
+    before = run(*operands)
+    changed = [x.clone() for x in operands]
+    for x in changed:
+        x[3:5] += 100.0  # the last two positions of the first sequence
+    after = run(*changed)
+    untouched = [0, 1, 2, *range(5, 11)]
+    assert torch.equal(before[untouched], after[untouched])
+    assert (before[3:5] != after[3:5]).any(dim=1).all()
+
+
+def test_the_order_of_sequences_does_not_matter() -> None:
+    lengths = (3, 8, 5)
+    q, k, v = projections(16)
+    forward = attention(packed(lengths))(q, k, v).split(lengths)
+    swap = [torch.cat([x.split(lengths)[i] for i in (2, 0, 1)]) for x in (q, k, v)]
+    moved = attention(packed((5, 3, 8)))(*swap).split((5, 3, 8))
+    for i, piece in zip((2, 0, 1), moved, strict=True):
+        torch.testing.assert_close(piece, forward[i], rtol=1e-6, atol=1e-6)
+
+
+def test_a_maximum_length_above_the_longest_sequence_changes_nothing() -> None:
+    batch = micro_batch_of_lengths(RAGGED)
+    batch.max_seqlen = 20
+    wide = packed_sequences(batch, head_dim=DIM, rope_theta=THETA, dtype=torch.float32)
+    operands = projections(sum(RAGGED))
+    torch.testing.assert_close(attention(wide)(*operands), attention(packed(RAGGED))(*operands), rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize(("longest", "is_dense"), [(MAX_DENSE_LENGTH, True), (MAX_DENSE_LENGTH + 1, False)])
+def test_long_sequences_leave_the_dense_path(longest: int, is_dense: bool) -> None:
+    assert (packed((longest, 2)).dense_mask is not None) is is_dense
+
+
+def test_what_the_layers_share() -> None:
+    sequences = packed((3, 1, 2))
+    assert sequences.num_sequences == 3
+    assert sequences.cu_seqlens_q.tolist() == [0, 3, 4, 6]
+    assert sequences.dense_index.tolist() == [0, 1, 2, 3, 6, 7]
+    assert sequences.cos.shape == sequences.sin.shape == (6, 1, DIM // 2)
+    assert torch.equal(sequences.cos[3], torch.ones(1, DIM // 2))  # position 0 again
