@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import shutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,7 @@ def _weight_map(folder: Path) -> dict[str, str]:
     """File of each tensor, after checking that every file is there."""
     index = folder / INDEX
     if index.is_file():
-        weight_map: dict[str, str] = json.loads(index.read_text())["weight_map"]
+        weight_map = _read_index(index)
     elif (folder / SINGLE).is_file():
         with _open(folder / SINGLE) as shard:
             weight_map = dict.fromkeys(shard.keys(), SINGLE)
@@ -44,13 +44,32 @@ def _weight_map(folder: Path) -> dict[str, str]:
     return weight_map
 
 
-@contextlib.contextmanager
-def _open(path: Path) -> Iterator[Any]:
+def _read_index(index: Path) -> dict[str, str]:
     try:
-        with safe_open(path, framework="pt") as shard:
-            yield shard
+        raw = json.loads(index.read_text())
+    except ValueError as error:
+        raise CheckpointError(f"{index} is not valid JSON ({error}); copy the folder again") from error
+    weight_map = raw.get("weight_map") if isinstance(raw, dict) else None
+    if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
+        raise CheckpointError(f"{index} holds no weight_map of tensor names to file names; copy the folder again")
+    return weight_map
+
+
+def _open(path: Path) -> Any:
+    """The open file, a context manager."""
+    try:
+        return safe_open(path, framework="pt")
     except SafetensorError as error:
         raise CheckpointError(f"{path} is not a whole safetensors file ({error}); copy it again") from error
+
+
+def _check_index(folder: Path, weight_map: Mapping[str, str], held: Mapping[str, set[str]]) -> None:
+    for name, file in weight_map.items():
+        if name not in held[file]:
+            raise CheckpointError(
+                f"{folder / file} does not hold {name}, but {INDEX} says so; the files are of different models:"
+                " copy the folder again"
+            )
 
 
 @contextlib.contextmanager
@@ -68,6 +87,7 @@ def open_folder(folder: str | Path, shape: Qwen3Shape) -> Iterator[TensorSource]
         )
     with contextlib.ExitStack() as stack:
         shards = {name: stack.enter_context(_open(folder / name)) for name in sorted(set(weight_map.values()))}
+        _check_index(folder, weight_map, {name: set(shard.keys()) for name, shard in shards.items()})
 
         def get(name: str) -> Tensor:
             return shards[weight_map[name]].get_tensor(name)

@@ -18,7 +18,6 @@ from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.core import CheckpointingException
 from megatron.core.optimizer import ChainedOptimizer, MegatronOptimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
-from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron_klear.checkpoint.inprocess import in_process_writer
 from megatron_klear.config.model import Qwen3Shape
@@ -26,12 +25,12 @@ from megatron_klear.errors import CheckpointError
 from megatron_klear.models.build import ModelStage
 from megatron_klear.parallel.broadcast import barrier
 from megatron_klear.parallel.device import megatron_scope
+from megatron_klear.parallel.failures import CollectiveFailure, reason
 from megatron_klear.parallel.topology import ParallelContext
 
 TRACKER = "latest_checkpointed_iteration.txt"
 
-# What a full disk, a damaged file or another model's file makes torch and Megatron raise. torch's CheckpointException
-# (a failure on any rank, told to all) is not even an Exception.
+# What a full disk, a damaged file or another model's file makes torch and Megatron raise.
 _FAILURES = (
     OSError,
     RuntimeError,
@@ -40,7 +39,7 @@ _FAILURES = (
     EOFError,
     pickle.UnpicklingError,
     CheckpointingException,
-    CheckpointException,
+    CollectiveFailure,
 )
 
 # Optimizer state in a layout-free form.
@@ -98,7 +97,7 @@ class CheckpointStore:
                 dist_checkpointing.save(state, str(partial), content_metadata=_METADATA)
         except _FAILURES as error:
             raise CheckpointError(
-                f"could not write checkpoint {step} to {partial}: {_reason(error)}; the newest whole checkpoint in"
+                f"could not write checkpoint {step} to {partial}: {reason(error)}; the newest whole checkpoint in"
                 f" {self.folder} is {latest_step(self.folder)}. Free space or make the folder writable, then resume"
             ) from error
         if self.context.is_main:
@@ -146,26 +145,35 @@ class CheckpointStore:
             loaded: Any = dist_checkpointing.load(state, str(folder))
             stage.core.load_state_dict(loaded["model"])
             if optimizer is not None:
+                settings = [_settings(part) for part in _parts(optimizer)]
                 optimizer.load_state_dict(loaded["optimizer"])
+                for part, own in zip(_parts(optimizer), settings, strict=True):
+                    for group, values in zip(part.optimizer.param_groups, own, strict=True):
+                        group.update(values)
         return loaded["common"]
 
 
-def _reason(error: BaseException) -> str:
-    """Short, also where torch would print the tracebacks of all ranks."""
-    if isinstance(error, CheckpointException):
-        return "; ".join(f"rank {rank}: {cause!r}" for rank, (cause, _) in error.failures.items())
-    return repr(error)
+def _parts(optimizer: MegatronOptimizer) -> list[Any]:
+    return list(optimizer.chained_optimizers) if isinstance(optimizer, ChainedOptimizer) else [optimizer]
+
+
+def _settings(part: Any) -> list[dict[str, Any]]:
+    """Weight decay, betas and the like by parameter group. The checkpoint holds them too, but the recipe decides."""
+    return [
+        {key: value for key, value in group.items() if key not in ("params", "step")}
+        for group in part.optimizer.param_groups
+    ]
 
 
 def _cannot_load(folder: Path, error: BaseException) -> CheckpointError:
     return CheckpointError(
-        f"{folder} could not be loaded ({_reason(error)}); expected a whole checkpoint written by megatron-klear."
+        f"{folder} could not be loaded ({reason(error)}); expected a whole checkpoint written by megatron-klear."
         f" An older one beside it can be loaded by writing its step into {TRACKER}"
     )
 
 
 def _check_same_model(folder: Path, saved: Qwen3Shape, wanted: Qwen3Shape) -> None:
-    """Megatron itself would load a vocabulary of another size without a word, and leave the missing rows as they are."""
+    """Megatron itself would load a vocabulary of another size without a word, and leave missing rows as they are."""
     if saved.tensor_shapes() == wanted.tensor_shapes():
         return
     old, new = saved.model_dump(), wanted.model_dump()
@@ -180,8 +188,7 @@ def _make_state(optimizer: MegatronOptimizer) -> None:
 
     Megatron's own way takes a step with zero gradients, which counts, and decays the weights.
     """
-    parts = optimizer.chained_optimizers if isinstance(optimizer, ChainedOptimizer) else [optimizer]
-    for part in parts:
+    for part in _parts(optimizer):
         inner = part.optimizer
         if not isinstance(part, DistributedOptimizer) or not isinstance(inner, torch.optim.AdamW) or inner.state:
             continue

@@ -87,10 +87,13 @@ class NonFiniteGuard:
 
 
 def _first_bad_tensor(policy: Policy) -> str:
-    """Name of the first weight or gradient that is not finite, in the order of the model, on this rank."""
-    for name, parameter in policy.stage.core.named_parameters():
+    """Name of the first weight, else gradient, that is not finite, in the order of the model, on this rank."""
+    parameters = list(policy.stage.core.named_parameters())
+    # Weights first: one that is bad spoils the gradients of everything before it.
+    for name, parameter in parameters:
         if not bool(parameter.isfinite().all()):
             return f"weight {name}"
+    for name, parameter in parameters:
         gradient = parameter.main_grad  # type: ignore[attr-defined]  Megatron's DDP puts it there
         if not bool(gradient.isfinite().all()):
             return f"gradient of {name}"

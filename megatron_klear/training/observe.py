@@ -26,14 +26,16 @@ def record_samples(
     old, current = from_last_stage(rows, (2, first.token_ids.numel()), run.context).cpu()
     if run.main is None:
         return
-    by_tokens = {tuple(sample.token_ids): sample for sample in rollout.samples}
+    by_tokens: dict[tuple[int, ...], list[Sample]] = {}
+    for sample in rollout.samples:
+        by_tokens.setdefault(tuple(sample.token_ids), []).append(sample)
     chosen: list[tuple[Sample, int]] = []
     starts = first.cu_seqlens.tolist()
     for begin, end in itertools.pairwise(starts):
-        # Sequences are found again by their tokens; padding sequences are nobody's.
-        sample = by_tokens.get(tuple(first.token_ids[begin:end].tolist()))
-        if sample is not None:
-            chosen.append((sample, begin))
+        # Sequences are found again by their tokens; padding sequences are nobody's. Twins have the same numbers.
+        twins = by_tokens.get(tuple(first.token_ids[begin:end].tolist()))
+        if twins:
+            chosen.append((twins.pop(), begin))
     chosen.sort(key=lambda pair: pair[0].sample_id)
     spread = chosen[:: max(1, len(chosen) // SAMPLES_PER_STEP)][:SAMPLES_PER_STEP]
     records = [_record(run.main, sample, old[begin:], current[begin:], loss) for sample, begin in spread]

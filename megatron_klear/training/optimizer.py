@@ -76,6 +76,9 @@ def build_optimizer(
         ),
         [ddp],
     )
+    for group in optimizer.param_groups:
+        # Megatron leaves this to its own scheduler; without it norm weights, whose factor is 0, would decay too.
+        group["weight_decay"] = config.weight_decay * group["wd_mult"]
     for part in _parts(optimizer):
         # Only torch's own AdamW needs the correction and knows the fused flag; Apex and TE come with their own classes.
         if type(part) is DistributedOptimizer and isinstance(part.optimizer, torch.optim.AdamW):

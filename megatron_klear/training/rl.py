@@ -76,6 +76,8 @@ class RlTrainer:
         clock.lap("rollout_time")
         batches = run.distribute(updates)
         metrics = annotate(batches, run.policy)
+        if batches:
+            check_engine_agrees(metrics["train/train_rollout_logprob_abs_diff"], recipe.health)
         clock.lap("old_logprobs_time")
         reports = [self._update(step, batch, rollout, last=batch is batches[-1]) for batch in batches]
         clock.lap("train_time")
@@ -114,9 +116,6 @@ class RlTrainer:
         numbers |= {f"rollout/dropped/{reason}": float(count) for reason, count in rollout.dropped.items()}
         if "rollout/reward" in numbers:
             self.alarm.see(numbers["rollout/reward"])
-        diff = annotated.get("train/train_rollout_logprob_abs_diff")
-        if diff is not None:
-            check_engine_agrees(diff, self.recipe.health)
         for name in reports[0].metrics if reports else ():
             numbers[name] = sum(report.metrics[name] for report in reports) / len(reports)
         if reports:

@@ -60,13 +60,13 @@ def hf_config(shape: Qwen3Shape) -> Qwen3Config:
         bos_token_id=None,
         eos_token_id=None,
         pad_token_id=None,
-        attn_implementation="eager",
     )
 
 
 def hf_model(shape: Qwen3Shape, tensors: dict[str, Tensor]) -> Qwen3ForCausalLM:
     """transformers' model holding `tensors`, in evaluation mode, of their dtype."""
-    model = Qwen3ForCausalLM(hf_config(shape)).to(tensors["model.norm.weight"].dtype)
+    model = Qwen3ForCausalLM(hf_config(shape))
+    torch.nn.Module.to(model, tensors["model.norm.weight"].dtype)  # in place; transformers' own `to` has no usable type
     state = dict(tensors)
     if shape.tie_word_embeddings:
         state["lm_head.weight"] = state["model.embed_tokens.weight"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from megatron_klear.types import Prompt, RolloutBatch, Sample, SampleGroup, Topology
+from megatron_klear.types import Prompt, RolloutBatch, Sample, SampleGroup, StopReason, Topology
 
 PROMPT = Prompt("p", (5, 6))
 
@@ -26,7 +26,8 @@ def test_rows_grow_together() -> None:
 
 def test_a_response_in_parts_remembers_its_oldest_and_newest_weights() -> None:
     sample = Sample("s", PROMPT)
-    for version, reason in ((4, "abort"), (3, "abort"), (6, "length")):
+    parts: list[tuple[int, StopReason]] = [(4, "abort"), (3, "abort"), (6, "length")]
+    for version, reason in parts:
         sample.append_response([7], [-0.1], weight_version=version, stop_reason=reason)
     assert (sample.weight_version_min, sample.weight_version_max) == (3, 6)
     assert (sample.response_ids, sample.stop_reason) == ([7, 7, 7], "length")

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Literal
 
 import pytest
-from hypothesis import assume, given
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from megatron_klear.config.recipe import AdvantageConfig
@@ -55,6 +55,7 @@ def test_equal_rewards_give_zeros(std: Std, reward: float, size: int) -> None:
     assert advantages([reward] * size, std=std) == [0.0] * size
 
 
+@settings(deadline=None)
 @given(
     rewards=st.lists(st.sampled_from((-1.0, -0.5, 0.0, 0.1, 0.3, 1.0)), min_size=2, max_size=16),
     shift=st.sampled_from((-3.0, 0.0, 2.0)),

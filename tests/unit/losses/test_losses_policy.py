@@ -6,9 +6,9 @@ import math
 
 import pytest
 import torch
-from helpers.micro_batches import loss_micro_batch
 from torch import Tensor
 
+from helpers.micro_batches import loss_micro_batch
 from megatron_klear.config.recipe import ClipHigherLossConfig, GppoLossConfig, LossConfig, PpoLossConfig
 from megatron_klear.losses.policy import ClippedPolicyLoss, SftLoss, build_policy_loss, token_mean
 from megatron_klear.metrics import merge, results

@@ -8,11 +8,11 @@ from collections.abc import Callable, Sequence
 
 import pytest
 import torch
-from helpers.micro_batches import micro_batch_of_lengths
-from helpers.tiny_qwen3 import tiny_shape
 from megatron.core.transformer.enums import AttnMaskType
 from torch import Tensor
 
+from helpers.micro_batches import micro_batch_of_lengths
+from helpers.tiny_qwen3 import tiny_shape
 from megatron_klear.config.recipe import ParallelConfig
 from megatron_klear.models.qwen3.attention import (
     MAX_DENSE_LENGTH,
@@ -112,7 +112,8 @@ def test_bfloat16_stays_close() -> None:
     sequences, operands = packed(RAGGED, dtype=torch.bfloat16), projections(sum(RAGGED), dtype=torch.bfloat16)
     out = attention(sequences)(*operands)
     assert out.dtype == torch.bfloat16
-    exact = plain_attention(*(x.double() for x in operands), RAGGED)
+    q, k, v = (x.double() for x in operands)
+    exact = plain_attention(q, k, v, RAGGED)
     torch.testing.assert_close(out.double(), exact, rtol=0, atol=4e-2)
 
 

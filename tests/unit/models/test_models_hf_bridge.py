@@ -6,10 +6,10 @@ from collections import Counter
 
 import pytest
 import torch
-from helpers.tiny_qwen3 import hf_config, tiny_shape
 from torch import Tensor
 from transformers import Qwen3ForCausalLM
 
+from helpers.tiny_qwen3 import hf_config, tiny_shape
 from megatron_klear.models.build import VOCAB_ROWS_MULTIPLE, padded_vocab_size
 from megatron_klear.models.hf_bridge import (
     ColumnSlices,

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from helpers.tiny_qwen3 import tiny_shape
 from torch import Tensor
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
+from helpers.tiny_qwen3 import tiny_shape
 from megatron_klear.config.recipe import ParallelConfig
 from megatron_klear.models.qwen3.norm import RMSNorm
 from megatron_klear.models.qwen3.spec import qwen3_config

@@ -91,7 +91,9 @@ def scored(*rewards: Sequence[float]) -> RolloutBatch:
         samples = []
         for i, reward in enumerate(group_rewards):
             one = Sample(f"{g}.{i}", prompt, reward=reward, reward_reason="correct" if reward > 0 else "incorrect")
-            one.append_response([7] * (i + 1), [-0.1] * (i + 1), weight_version=1, stop_reason="length" if i else "stop")
+            one.append_response(
+                [7] * (i + 1), [-0.1] * (i + 1), weight_version=1, stop_reason="length" if i else "stop"
+            )
             samples.append(one)
         groups.append(SampleGroup(prompt, tuple(samples)))
     return RolloutBatch(tuple(groups), dropped=Counter({"prompt_too_long": 2}))

@@ -10,8 +10,8 @@ from typing import Any, cast
 
 import pytest
 import torch
-from helpers.micro_batches import micro_batch_of_lengths
 
+from helpers.micro_batches import micro_batch_of_lengths
 from megatron_klear.config.recipe import HealthConfig
 from megatron_klear.errors import TrainingError
 from megatron_klear.training.health import (
@@ -94,16 +94,17 @@ def test_a_reward_that_moves_starts_the_count_again() -> None:
 
 
 def fake_policy(weight: float, gradient: float) -> Policy:
-    """What the guard reads of a policy: its rank and its parameters with Megatron's gradients."""
+    """What the guard reads of a policy: its rank and its parameters with Megatron's gradients.
+
+    `gradient` is of the first layer, `weight` in the second.
+    """
     first, second = torch.nn.Linear(2, 1, bias=False), torch.nn.Linear(2, 1, bias=False)
     second.weight.data[0, 1] = weight
     for layer in (first, second):
         layer.weight.main_grad = torch.zeros(1, 2)  # type: ignore[attr-defined]
-    second.weight.main_grad[0, 0] = gradient  # type: ignore[attr-defined]
+    first.weight.main_grad[0, 0] = gradient  # type: ignore[attr-defined]
     core = torch.nn.Sequential(first, second)
-    fake: Any = SimpleNamespace(
-        context=SimpleNamespace(topology=Topology(rank=2)), stage=SimpleNamespace(core=core)
-    )
+    fake: Any = SimpleNamespace(context=SimpleNamespace(topology=Topology(rank=2)), stage=SimpleNamespace(core=core))
     return cast(Policy, fake)
 
 
@@ -118,13 +119,12 @@ BATCH = TrainBatch([micro_batch_of_lengths([3, 2]), micro_batch_of_lengths([5])]
     ("weight", "gradient", "culprit"),
     [
         (math.nan, 0.0, "weight 1.weight"),
-        (0.0, math.inf, "gradient of 1.weight"),
+        (0.0, math.inf, "gradient of 0.weight"),
+        (math.nan, math.nan, "weight 1.weight"),  # the cause, not what it did to the layers before it
         (0.0, 0.0, r"none on this rank \(the loss itself, or another rank\)"),
     ],
 )
-def test_a_skipped_update_is_explained_and_dumped(
-    tmp_path: Path, weight: float, gradient: float, culprit: str
-) -> None:
+def test_a_skipped_update_is_explained_and_dumped(tmp_path: Path, weight: float, gradient: float, culprit: str) -> None:
     guard = NonFiniteGuard(HealthConfig(), tmp_path / "nonfinite")
     message = rf"step 5: loss nan, gradient norm inf; update skipped\. First bad tensor: {culprit}\. Batch saved to"
     with pytest.warns(UserWarning, match=message):

@@ -1,0 +1,22 @@
+"""Reward functions that a recipe can name."""
+
+from __future__ import annotations
+
+from megatron_klear.types import RewardRequest
+
+
+def length_reward(request: RewardRequest) -> float:
+    """Short responses are better: even a random model's differ, so there is always something to learn."""
+    return -len(request.response) / 10
+
+
+def equal_reward(request: RewardRequest) -> float:
+    """Nothing to learn."""
+    return 0.5
+
+
+def lottery_of_failures(request: RewardRequest) -> float:
+    """Fails on every second length."""
+    if len(request.response) % 2:
+        raise ValueError("odd length")
+    return length_reward(request)
