@@ -24,7 +24,9 @@ class Metric:
         """This metric over both parts. Parts that are reduced differently are a programming error."""
         assert self.reduce == other.reduce, f"cannot merge a {self.reduce} with a {other.reduce}"
         if self.reduce == "max":
-            return Metric(max(self.value, other.value), "max")  # type: ignore[type-var]
+            # NaN compares false with everything; the largest of something and NaN is NaN, in either order.
+            own_wins = bool(self.value != self.value) or bool(self.value >= other.value)
+            return self if own_wins else other
         return Metric(self.value + other.value, self.reduce, self.count + other.count)
 
     def result(self) -> float:

@@ -65,7 +65,8 @@ class _CudaMeansCpu(TorchFunctionMode):
             kwargs["pin_memory"] = False
         # Megatron groups parameters by Tensor.type() and compares with the names of CUDA tensor types.
         if func is torch.Tensor.type and len(args) == 1 and not kwargs:
-            return func(*args).replace("torch.", "torch.cuda.")
+            # An outer scope's mode is still active here and has added the prefix already.
+            return "torch.cuda." + func(*args).removeprefix("torch.").removeprefix("cuda.")
         return func(*args, **kwargs)
 
 

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from helpers.tiny_qwen3 import random_tensors, tiny_shape
-from megatron_klear_kernels.linear_policy_loss.logprobs import Vocabulary, linear_logprobs
 
+from helpers.tiny_qwen3 import random_tensors, tiny_shape
 from megatron_klear.config.recipe import GppoLossConfig, OptimizerConfig, ParallelConfig
 from megatron_klear.data.packing import PackSpec, flatten, pack, unflatten
 from megatron_klear.losses.policy import build_policy_loss
@@ -17,6 +16,7 @@ from megatron_klear.parallel.topology import parallel_context
 from megatron_klear.rollout.embedded import EmbeddedEngine
 from megatron_klear.training.policy import PolicySettings, build_policy
 from megatron_klear.types import GenerationRequest, Prompt, Sample
+from megatron_klear_kernels.linear_policy_loss.logprobs import Vocabulary, linear_logprobs
 
 pytestmark = pytest.mark.gpu
 

@@ -56,3 +56,9 @@ def test_merging_leaves_the_parts_alone() -> None:
     part = {"m": Metric(1.0, "sum")}
     merge([part, part])
     assert part == {"m": Metric(1.0, "sum")}
+
+
+def test_the_largest_of_a_number_and_nan_is_nan_in_either_order() -> None:
+    for values in ((0.5, float("nan")), (float("nan"), 0.5)):
+        first, second = (Metric(value, "max") for value in values)
+        assert math.isnan(first.merged(second).result())

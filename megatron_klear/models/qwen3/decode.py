@@ -59,7 +59,8 @@ class Qwen3Decoder:
         self.num_slots = num_slots
         tensors = _collect(shape, named_tensors)
         self.embedding = tensors["model.embed_tokens.weight"]
-        self.head = tensors.get("lm_head.weight", self.embedding)
+        # Log-probs are promised in float32: bf16 logits would be off by whole percents.
+        self.head = tensors.get("lm_head.weight", self.embedding).float()
         self.final_norm = tensors["model.norm.weight"]
         self.layers = [_layer(tensors, i) for i in range(shape.num_hidden_layers)]
         self.lengths = torch.zeros(num_slots, dtype=torch.int64, device=self.embedding.device)
@@ -155,7 +156,7 @@ class Qwen3Decoder:
         return x + F.linear(F.silu(gate).mul_(up), layer.down)
 
     def _logits(self, x: Tensor) -> Tensor:
-        return F.linear(self._norm(x, self.final_norm), self.head).float()
+        return F.linear(self._norm(x, self.final_norm).float(), self.head)
 
     def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
         """RMSNorm as transformers computes it: float32 inside, one rounding, then the weight."""
