@@ -1,0 +1,204 @@
+"""Jobs on Megatron checkpoints: save, go on, and everything that can be wrong with a folder."""
+
+from __future__ import annotations
+
+import os
+import resource
+import signal
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import megatron.core.dist_checkpointing.strategies.filesystem_async as filesystem_async
+import psutil
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+
+from dist.world import Arrays, Layout, exported, gppo, ragged_samples, random_fill, world
+from helpers.tiny_qwen3 import tiny_shape
+from megatron_klear.checkpoint.inprocess import in_process_writer
+from megatron_klear.checkpoint.store import CheckpointStore
+from megatron_klear.config.model import Qwen3Shape
+from megatron_klear.config.recipe import OptimizerConfig
+from megatron_klear.errors import CheckpointError
+from megatron_klear.models.build import ModelStage
+from megatron_klear.training.policy import Policy
+
+# Every part of the state shows: moments, decay, warm-up (by version), clipping.
+MOVING = OptimizerConfig(lr=1e-2, lr_warmup_iters=5, weight_decay=0.1, clip_grad=0.5)
+BUDGET = 80
+
+
+@dataclass(frozen=True)
+class Trained:
+    """Losses and gradient norms of the updates that were made; weights on rank 0; what load gave back."""
+
+    losses: list[float]
+    grad_norms: list[float]
+    weights: Arrays
+    common: dict[str, Any]
+    groups: list[tuple[float, tuple[float, float], float]]
+    """(weight decay, betas, eps) of the optimizer's parameter groups."""
+
+
+def _updates(policy: Policy, batch: Any, count: int) -> tuple[list[float], list[float]]:
+    reports = [policy.update(batch, gppo()).report for _ in range(count)]
+    return [report.metrics["train/loss"] for report in reports], [report.grad_norm for report in reports]
+
+
+def train(
+    rank: int,
+    world_size: int,
+    layout: Layout,
+    dtype: str,
+    *,
+    save: str = "",
+    load: str = "",
+    before: int = 0,
+    after: int = 0,
+    mutant: str = "",
+    shape: Qwen3Shape | None = None,
+    sharded_optimizer: bool = True,
+    optimizer: OptimizerConfig = MOVING,
+) -> Trained:
+    """Load (if told), `before` updates, save (if told), `after` updates."""
+    shape = shape or tiny_shape(False)
+    with world(layout) as here:
+        # A run that loads starts from other weights, so that what is not loaded shows.
+        fill = random_fill(shape, seed=7 if load else 0)
+        policy = here.policy(shape, fill, optimizer=optimizer, dtype=dtype, sharded_optimizer=sharded_optimizer)
+        MUTANTS[mutant](policy)
+        batch = here.batch(ragged_samples(shape.vocab_size), BUDGET)
+        common: dict[str, Any] = {}
+        if load:
+            common = CheckpointStore(load, here.context).load(policy.stage, policy.optimizer)
+            policy.version = common["version"]
+        losses, norms = _updates(policy, batch, before)
+        if save:
+            state = {"step": before, "version": policy.version, "note": "x"}
+            CheckpointStore(save, here.context).save(before, policy.stage, policy.optimizer, state)
+        more, more_norms = _updates(policy, batch, after)
+        groups = [(group["weight_decay"], group["betas"], group["eps"]) for group in policy.optimizer.param_groups]
+        return Trained(losses + more, norms + more_norms, exported(policy), common, groups)
+
+
+def _plain_class(policy: Policy) -> None:
+    for part in policy.optimizer.chained_optimizers:  # type: ignore[attr-defined]
+        part.__class__ = DistributedOptimizer
+
+
+def _shared_step(policy: Policy) -> None:
+    """Megatron's load, made to accept torch's AdamW but not to give each parameter its own step."""
+
+    class Shared(policy.optimizer.chained_optimizers[0].__class__):  # type: ignore[attr-defined,misc]
+        def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+            DistributedOptimizer.load_state_dict(self, state_dict)
+
+    for part in policy.optimizer.chained_optimizers:  # type: ignore[attr-defined]
+        part.__class__ = Shared
+
+
+MUTANTS: dict[str, Callable[[Policy], None]] = {
+    "": lambda policy: None,
+    "plain class": _plain_class,
+    "shared step": _shared_step,
+}
+
+
+def save_steps(rank: int, world_size: int, layout: Layout, folder: str, steps: list[int]) -> list[str]:
+    """Weights alone, seeded by the step; the folders that save returned."""
+    shape = tiny_shape(True)
+    with world(layout) as here:
+        store, paths = CheckpointStore(folder, here.context), []
+        for step in steps:
+            policy = here.policy(shape, random_fill(shape, seed=step), optimizer=MOVING)
+            paths.append(store.save(step, policy.stage, None, {"step": step}).name)
+        return paths
+
+
+def load_weights(
+    rank: int, world_size: int, layout: Layout, folder: str, shape: Qwen3Shape, with_optimizer: bool = False
+) -> tuple[dict[str, Any], Arrays] | str:
+    """(common, weights) of the newest checkpoint, or the error."""
+    with world(layout) as here:
+        policy = here.policy(shape, random_fill(shape, seed=99), optimizer=MOVING)
+        store = CheckpointStore(folder, here.context)
+        try:
+            common = store.load(policy.stage, policy.optimizer if with_optimizer else None)
+        except CheckpointError as error:
+            return str(error)
+        return common, exported(policy)
+
+
+def save_on_a_full_disk(rank: int, world_size: int, layout: Layout, folder: str, full_on: list[int]) -> str:
+    """Save step 1, then step 2 with a limit on the size of files on some ranks; the error of that."""
+    shape = tiny_shape(True)
+    with world(layout) as here:
+        store = CheckpointStore(folder, here.context)
+        policy = here.policy(shape, random_fill(shape, seed=1), optimizer=MOVING)
+        store.save(1, policy.stage, policy.optimizer, {"step": 1})
+        if rank in full_on:
+            signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+            resource.setrlimit(resource.RLIMIT_FSIZE, (4096, resource.RLIM_INFINITY))
+        try:
+            store.save(2, policy.stage, policy.optimizer, {"step": 2})
+        except CheckpointError as error:
+            return str(error)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+        return "no error"
+
+
+def crash_while_saving(rank: int, world_size: int, layout: Layout, folder: str) -> None:
+    """Die in the middle of a save, with some of the files written."""
+    shape = tiny_shape(True)
+    with world(layout) as here:
+        store = CheckpointStore(folder, here.context)
+        policy = here.policy(shape, random_fill(shape, seed=1), optimizer=MOVING)
+        # The tensors are written, the metadata is not.
+        original = filesystem_async.FileSystemWriterAsync.write_preloaded_data
+
+        def write_and_die(*args: Any, **kwargs: Any) -> None:
+            original(*args, **kwargs)
+            os._exit(9)
+
+        filesystem_async.FileSystemWriterAsync.write_preloaded_data = staticmethod(write_and_die)  # type: ignore
+        store.save(2, policy.stage, policy.optimizer, {"step": 2})
+
+
+def leftovers(rank: int, world_size: int, layout: Layout, folder: str) -> tuple[int, bool, bool]:
+    """(child processes after a save, are the patches in place inside, and gone after an exception)."""
+
+    def patched() -> tuple[object, object]:
+        writer = vars(filesystem_async.FileSystemWriterAsync)
+        return vars(filesystem_async)["_get_write_results_queue"], writer["write_preloaded_data_multiproc"]
+
+    shape, originals = tiny_shape(True), patched()
+    with world(layout) as here:
+        policy = here.policy(shape, random_fill(shape), optimizer=MOVING)
+        CheckpointStore(folder, here.context).save(1, policy.stage, policy.optimizer, {"step": 1})
+        children = len(psutil.Process().children(recursive=True))
+    try:
+        with in_process_writer():
+            inside = all(a is not b for a, b in zip(patched(), originals, strict=True))
+            raise KeyError
+    except KeyError:
+        return children, inside, all(a is b for a, b in zip(patched(), originals, strict=True))
+
+
+def fill_from(rank: int, world_size: int, layout: Layout, folder: str, dtype: str) -> tuple[Arrays, Arrays]:
+    """A weights-only start from a checkpoint, then an update with learning rate 0: weights before and after."""
+    shape = tiny_shape(True)
+    with world(layout) as here:
+
+        def fill(stage: ModelStage) -> None:
+            CheckpointStore(folder, here.context).load(stage)
+
+        policy = here.policy(shape, fill, optimizer=OptimizerConfig(lr=0.0), dtype=dtype)
+        before = exported(policy)
+        policy.update(here.batch(ragged_samples(), BUDGET), gppo())
+        return before, exported(policy)
+
+
+def run_train(rank: int, world_size: int, layout: Layout, dtype: str, options: dict[str, Any]) -> Trained:
+    """`train` with its keyword arguments in a dictionary, as the pool passes positions only."""
+    return train(rank, world_size, layout, dtype, **options)

@@ -1,0 +1,164 @@
+"""What the jobs of the pool share: layouts, a tiny policy on this rank, and one ragged global batch."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from helpers.tiny_qwen3 import random_tensors, tiny_shape
+from megatron_klear.config.model import Qwen3Shape
+from megatron_klear.config.recipe import OptimizerConfig, ParallelConfig
+from megatron_klear.data.packing import PackSpec, pack
+from megatron_klear.losses.policy import ClippedPolicyLoss
+from megatron_klear.models.build import ModelStage
+from megatron_klear.models.hf_bridge import import_weights
+from megatron_klear.models.qwen3.hf_map import qwen3_table
+from megatron_klear.parallel.topology import ParallelContext, parallel_context
+from megatron_klear.training.policy import Policy, PolicySettings, build_policy
+from megatron_klear.types import Prompt, Sample, TrainBatch
+
+Arrays = dict[str, np.ndarray]
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How a job's ranks share the work. The data-parallel size follows from the number of ranks."""
+
+    tp: int = 1
+    pp: int = 1
+    dp: int = 1
+    sp: bool = False
+
+    def __str__(self) -> str:
+        return f"tp{self.tp}pp{self.pp}dp{self.dp}{'sp' if self.sp else ''}"
+
+    @property
+    def world_size(self) -> int:
+        return self.tp * self.pp * self.dp
+
+    def config(self, *, sharded_optimizer: bool) -> ParallelConfig:
+        return ParallelConfig(
+            tensor_model_parallel_size=self.tp,
+            pipeline_model_parallel_size=self.pp,
+            sequence_parallel=self.sp,
+            use_distributed_optimizer=sharded_optimizer,
+            distributed_timeout_minutes=1,
+        )
+
+
+ONE = Layout()
+# Brings the log-probs of random weights near those of `ragged_samples`, so that ratios are of order one.
+TEMPERATURE = 4.0
+
+
+@dataclass(frozen=True)
+class World:
+    """A rank that has joined the others."""
+
+    layout: Layout
+    context: ParallelContext
+
+    def policy(
+        self,
+        shape: Qwen3Shape,
+        fill: Callable[[ModelStage], None] | None = None,
+        *,
+        optimizer: OptimizerConfig,
+        dtype: str = "float32",
+        sharded_optimizer: bool = True,
+    ) -> Policy:
+        """A policy with random weights, the same in every layout, or with what `fill` sets."""
+        parallel = self.layout.config(sharded_optimizer=sharded_optimizer)
+        settings = PolicySettings(parallel, optimizer, dtype, temperature=TEMPERATURE)
+        return build_policy(shape, fill or random_fill(shape), self.context, settings)
+
+    def batch(self, samples: Sequence[Sample], max_tokens: int, *, sft_loss_coef: float = 0.1) -> TrainBatch:
+        """This rank's part; old log-probs are the samples' rollout log-probs, so that ratios differ from 1."""
+        spec = PackSpec(self.layout.dp, max_tokens, self.layout.tp if self.layout.sp else 1)
+        batch = pack(samples, spec, sft_loss_coef=sft_loss_coef)[self.context.topology.data_rank]
+        for micro_batch in batch.micro_batches:
+            micro_batch.old_logprobs = micro_batch.rollout_logprobs
+        return batch
+
+
+@contextmanager
+def world(layout: Layout) -> Iterator[World]:
+    with parallel_context(layout.config(sharded_optimizer=True)) as context:
+        yield World(layout, context)
+
+
+def random_fill(shape: Qwen3Shape, seed: int = 0) -> Callable[[ModelStage], None]:
+    tensors = random_tensors(shape, seed)
+    return lambda stage: import_weights(stage, qwen3_table(shape), lambda name: tensors[name])
+
+
+def gppo() -> ClippedPolicyLoss:
+    return ClippedPolicyLoss(eps_low=0.2, eps_high=0.28, keep=1.0)
+
+
+def ragged_samples(vocab_size: int = 61) -> list[Sample]:
+    """Seven samples, 6 to 42 tokens long: one without advantage, one without loss, three that are right (SFT term)."""
+    numbers = random.Random(0)
+    lengths = (6, 42, 11, 24, 17, 9, 31)
+    samples = []
+    for i, length in enumerate(lengths):
+        tokens = [numbers.randrange(vocab_size) for _ in range(length)]
+        sample = Sample(f"s{i}", Prompt(f"p{i}", tuple(tokens[:3])))
+        # Near the log-probs of an untrained model; far enough off that both clips are reached.
+        logprobs = [numbers.uniform(-4.8, -3.6) for _ in tokens[3:]]
+        sample.append_response(tokens[3:], logprobs, weight_version=0, stop_reason="stop")
+        sample.reward = 1.0 if i in (0, 1, 6) else -1.0
+        sample.advantage = numbers.uniform(-1.5, 1.5)
+        samples.append(sample)
+    samples[2].advantage = 0.0
+    samples[4].loss_mask = [0] * len(samples[4].token_ids)
+    return samples
+
+
+def tiny(tied: bool) -> Qwen3Shape:
+    return tiny_shape(tied)
+
+
+def exported(policy: Policy) -> Arrays:
+    """Full weights under Hugging Face names on rank 0, empty elsewhere. Bit-exact: bfloat16 as float32."""
+    return {name: to_array(tensor) for name, tensor in policy.export_weights()}
+
+
+def to_array(tensor: Tensor) -> np.ndarray:
+    return tensor.detach().float().cpu().numpy().copy()
+
+
+def gradients(policy: Policy) -> Arrays:
+    """Full gradients under Hugging Face names on rank 0. Needs an unsharded optimizer."""
+    parameters = list(policy.stage.core.parameters())
+    kept = [parameter.detach().clone() for parameter in parameters]
+    with torch.no_grad():
+        for parameter in parameters:
+            parameter.copy_(parameter.main_grad)  # type: ignore[attr-defined]
+        found = exported(policy)
+        for parameter, value in zip(parameters, kept, strict=True):
+            parameter.copy_(value)
+    return found
+
+
+def by_sample(policy: Policy, batch: TrainBatch, rows: Sequence[Tensor], samples: Sequence[Sample]) -> Arrays:
+    """Rows of per-token numbers cut into samples (their response positions); on one rank a replica, else empty."""
+    topology = policy.context.topology
+    if not topology.is_last_stage or topology.tensor_rank != 0:
+        return {}
+    names = {tuple(sample.token_ids): sample.sample_id for sample in samples}
+    found = {}
+    for micro_batch, row in zip(batch.micro_batches, rows, strict=True):
+        starts = micro_batch.cu_seqlens.tolist()
+        for begin, end in itertools.pairwise(starts):
+            name = names.get(tuple(micro_batch.token_ids[begin:end].tolist()))
+            if name is not None:
+                found[name] = to_array(row[begin:end])
+    return found
