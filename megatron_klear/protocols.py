@@ -59,10 +59,10 @@ class RewardFn(Protocol):
 
 
 class AdvantageFn(Protocol):
-    """Turns the rewards of a group into one advantage a sample."""
+    """Turns the rewards of a step into one advantage a sample."""
 
-    def __call__(self, group: SampleGroup) -> list[float]:
-        """One advantage a sample, in order. Every reward must be set."""
+    def __call__(self, groups: Sequence[SampleGroup]) -> list[list[float]]:
+        """One advantage a sample, in the order of groups and samples. Every reward must be set."""
         ...
 
 

@@ -76,6 +76,9 @@ class Sample:
     loss_mask: list[int] = field(default_factory=list)
     rollout_logprobs: list[float] = field(default_factory=list)
     reward: float | None = None
+    """What the reward function said. The joint SFT term asks whether it is exactly 1."""
+    shaped_reward: float | None = None
+    """The reward less penalties (over-long, KL), where there are any: what advantages are made of."""
     reward_reason: str = ""
     advantage: float = 0.0
     weight_version_min: int | None = None
@@ -92,6 +95,11 @@ class Sample:
     def response_ids(self) -> list[int]:
         """Token ids after the prompt."""
         return self.token_ids[len(self.prompt.token_ids) :]
+
+    @property
+    def training_reward(self) -> float | None:
+        """The shaped reward where there is one."""
+        return self.reward if self.shaped_reward is None else self.shaped_reward
 
     @property
     def num_loss_tokens(self) -> int:
@@ -155,7 +163,20 @@ class MicroBatch:
     nll_scale: Tensor  # [T] float32, the same for the joint SFT term, alpha included
     advantages: Tensor  # [T] float32
     rollout_logprobs: Tensor  # [T] float32
-    old_logprobs: Tensor  # [T] float32; zeros until `annotate`
+    sample_index: Tensor  # [S] int64, index of the sample in the update; -1 for padding
+    rewards: Tensor  # [S] float32, 0 for padding
+    # Filled by `annotate` where the last pipeline stage is: float32 [T].
+    old_logprobs: Tensor = field(init=False)
+    old_entropy: Tensor = field(init=False)
+    reference_logprobs: Tensor = field(init=False)
+    policy_weights: Tensor = field(init=False)  # engine correction, 1 without one
+    values: Tensor = field(init=False)
+    returns: Tensor = field(init=False)
+
+    def __post_init__(self) -> None:
+        zeros = self.token_scale.new_zeros(self.token_scale.shape)
+        self.old_logprobs = self.old_entropy = self.reference_logprobs = self.values = self.returns = zeros
+        self.policy_weights = zeros + 1
 
 
 @dataclass(slots=True)
@@ -173,7 +194,7 @@ class TokenStats:
     """What the head gives back, on the last pipeline stage only; zeros where no loss is taken."""
 
     logprobs: Tensor  # [T] float32, log pi(labels[t] | ...), temperature applied
-    entropy: Tensor | None = None  # [T] float32, without gradient
+    entropy: Tensor | None = None  # [T] float32, with a gradient only where the loss has an entropy bonus
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,6 +213,10 @@ class StepReport:
     grad_norm: float
     lr: float
     skipped: bool = False
+
+    def joined(self, other: StepReport) -> StepReport:
+        """This report with the metrics of another learner's added."""
+        return StepReport({**other.metrics, **self.metrics}, self.grad_norm, self.lr, self.skipped)
 
 
 @dataclass(frozen=True, slots=True)

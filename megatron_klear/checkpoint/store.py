@@ -115,9 +115,14 @@ class CheckpointStore:
             os.fsync(out.fileno())
         tracker.rename(self.folder / TRACKER)
 
-    def load(self, stage: ModelStage, optimizer: MegatronOptimizer | None = None) -> dict[str, Any]:
-        """Load the newest checkpoint into the model (and optimizer, before it made a step); returns its `common`."""
-        step = latest_step(self.folder)
+    def load(
+        self, stage: ModelStage, optimizer: MegatronOptimizer | None = None, *, step: int | None = None
+    ) -> dict[str, Any]:
+        """Load a checkpoint (the newest, or `step`'s) into the model, and into an optimizer that made no step yet.
+
+        Returns its `common`.
+        """
+        step = latest_step(self.folder) if step is None else step
         if step is None:
             raise CheckpointError(
                 f"{self.folder} holds no {TRACKER}; expected the folder that a run saved into (the parent of iter_*)"

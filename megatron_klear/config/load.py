@@ -10,8 +10,9 @@ from typing import Any, Literal, overload
 from megatron_klear.config.names import NOT_GIVEN, RECIPES, Kind, missing_path_hint, nearest
 from megatron_klear.config.overrides import apply_overrides, parse_overrides
 from megatron_klear.config.recipe import Recipe, RlRecipe, SftRecipe
-from megatron_klear.config.rules import check_sections, unused_keys
+from megatron_klear.config.rules import check_sections
 from megatron_klear.config.sections import Built, build_sections
+from megatron_klear.config.unused import unused_keys
 from megatron_klear.config.yaml_text import Document, YamlError, dump, parse_document
 from megatron_klear.errors import ConfigError, Fault
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import re
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from difflib import get_close_matches
+from difflib import SequenceMatcher
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -13,6 +14,10 @@ from megatron_klear.config.recipe import RlRecipe, SftRecipe
 
 Kind = Literal["sft", "rl"]
 RECIPES: Mapping[Kind, type[SftRecipe] | type[RlRecipe]] = {"sft": SftRecipe, "rl": RlRecipe}
+
+USER_FUNCTION = "package.module:function"
+"""How a function of the user's own is named."""
+_USER_FUNCTION = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
 
 
 class _NotGiven:
@@ -26,11 +31,15 @@ NOT_GIVEN = _NotGiven()
 
 @dataclass(frozen=True, slots=True)
 class Leaf:
-    """One setting: its dotted `key`, and the values of `<section>.type` it exists under (empty: it always exists)."""
+    """One setting: its dotted `key`, and the `condition` it exists under (empty: it always exists).
+
+    `in_optional` says that the section it stands in may be absent.
+    """
 
     key: str
     is_boolean: bool
-    variants: tuple[str, ...] = ()
+    condition: str = ""
+    in_optional: bool = False
 
     @property
     def section(self) -> str:
@@ -44,8 +53,7 @@ class Leaf:
 
     def __str__(self) -> str:
         """The key, with its condition where it has one."""
-        condition = f" (only with {self.section}.type {' or '.join(self.variants)})" if self.variants else ""
-        return self.key + condition
+        return f"{self.key} ({self.condition})" if self.condition else self.key
 
 
 def section_models(annotation: Any) -> tuple[type[Config], ...]:
@@ -56,31 +64,75 @@ def section_models(annotation: Any) -> tuple[type[Config], ...]:
 
 
 def variant_tag(model: type[Config]) -> str:
-    """The `type` that chooses this class in a union."""
-    return get_args(model.model_fields["type"].annotation)[0]
+    """The `type` that chooses this class in a union; a class that takes any text is for a function of the user's."""
+    literals = get_args(model.model_fields["type"].annotation)
+    return literals[0] if literals else USER_FUNCTION
 
 
-def _section_leaves(section: str, models: tuple[type[Config], ...]) -> Iterable[Leaf]:
+def is_user_function(text: str) -> bool:
+    """Whether it has the form of `USER_FUNCTION`. Whether it exists is known only where it is imported."""
+    return _USER_FUNCTION.fullmatch(text) is not None
+
+
+def is_optional(annotation: Any) -> bool:
+    """Whether a field may be null."""
+    return type(None) in get_args(annotation)
+
+
+def _sections_below(name: str, annotation: Any) -> Iterator[tuple[str, tuple[type[Config], ...]]]:
+    models = section_models(annotation)
+    if models:
+        yield name, models
+    for model in models:
+        for inner, field in model.model_fields.items():
+            yield from _sections_below(f"{name}.{inner}", field.annotation)
+
+
+def sections_of(kind: Kind) -> dict[str, tuple[type[Config], ...]]:
+    """Every section of a recipe of this kind by dotted name, with the classes it may hold."""
+    fields = RECIPES[kind].model_fields.items()
+    return {name: models for key, field in fields for name, models in _sections_below(key, field.annotation)}
+
+
+def _condition(section: str, name: str, models: tuple[type[Config], ...]) -> str:
+    without = [model for model in models if name not in model.model_fields]
+    if not without:
+        return ""
+    # All but one is a long list.
+    if len(without) == 1:
+        return f"not with {section}.type {variant_tag(without[0])}"
+    tags = [variant_tag(model) for model in models if model not in without]
+    return f"only with {section}.type {' or '.join(tags)}"
+
+
+def _section_leaves(section: str, models: tuple[type[Config], ...], *, in_optional: bool) -> Iterator[Leaf]:
     names = {name: field.annotation is bool for model in models for name, field in model.model_fields.items()}
     for name, is_boolean in names.items():
-        holders = [model for model in models if name in model.model_fields]
-        variants = () if len(holders) == len(models) else tuple(variant_tag(model) for model in holders)
-        yield Leaf(f"{section}.{name}", is_boolean, variants)
+        yield Leaf(f"{section}.{name}", is_boolean, _condition(section, name, models), in_optional)
 
 
 def leaves_of(kind: Kind) -> dict[str, Leaf]:
-    """Every setting of a recipe of this kind, by dotted key."""
-    leaves: dict[str, Leaf] = {}
-    for name, field in RECIPES[kind].model_fields.items():
-        models = section_models(field.annotation)
-        found = _section_leaves(name, models) if models else [Leaf(name, field.annotation is bool)]
-        leaves.update((leaf.key, leaf) for leaf in found)
-    return leaves
+    """Every setting of a recipe of this kind, by dotted key. A section inside a section counts as a setting too."""
+    fields = RECIPES[kind].model_fields
+    leaves = [
+        Leaf(name, field.annotation is bool) for name, field in fields.items() if not section_models(field.annotation)
+    ]
+    for section, models in sections_of(kind).items():
+        in_optional = section in fields and is_optional(fields[section].annotation)
+        leaves.extend(_section_leaves(section, models, in_optional=in_optional))
+    return {leaf.key: leaf for leaf in leaves}
 
 
 def nearest(name: str, names: Iterable[str], cutoff: float = 0.6) -> str | None:
     """The most similar of `names`, or None where nothing is similar."""
-    return next(iter(get_close_matches(name, sorted(set(names)), n=1, cutoff=cutoff)), None)
+
+    # Of equally similar names, the one that starts alike: `gpo` is gppo rather than grpo.
+    def similarity(other: str) -> tuple[float, int]:
+        common_start = sum(other.startswith(name[:end]) for end in range(1, len(name) + 1))
+        return SequenceMatcher(None, other, name).ratio(), common_start
+
+    best = max(sorted(set(names)), key=similarity, default=None)
+    return best if best is not None and similarity(best)[0] >= cutoff else None
 
 
 def did_you_mean(name: object, names: Iterable[str]) -> str:
@@ -101,7 +153,7 @@ def unknown_key_hint(key: str, kind: Kind) -> str:
         return f"did you mean {' or '.join(map(str, same_name))}?"
     level = {leaf.name: str(leaf) for leaf in leaves.values() if leaf.section == section}
     if not section:
-        level.update((leaf.section, leaf.section) for leaf in leaves.values() if leaf.section)
+        level.update((top, top) for leaf in leaves.values() if (top := leaf.section.partition(".")[0]))
     close = nearest(name, level)
     if close:
         return f"did you mean {level[close]}?"

@@ -41,8 +41,10 @@ def _flags() -> dict[str, list[Leaf]]:
 
 def _find_flag(flag: str, flags: dict[str, list[Leaf]]) -> Leaf | Fault:
     leaves = flags.get(flag, [])
-    if len(leaves) == 1:
-        return leaves[0]
+    # `--lr` is the policy's: a section that most recipes do not have takes no flag away from the others.
+    preferred = [leaf for leaf in leaves if not leaf.in_optional] if len(leaves) > 1 else leaves
+    if len(preferred) == 1:
+        return preferred[0]
     if not leaves:
         return Fault(flag, NOT_GIVEN, "no such flag", did_you_mean(flag, flags) or "write section.key=value")
     keys = " or ".join(f"{leaf.key}=..." for leaf in leaves)

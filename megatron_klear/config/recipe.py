@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from megatron_klear.config.base import Config
+from megatron_klear.config.loss import AdvantageConfig, CorrectionConfig, CriticConfig, KlConfig, LossConfig
 from megatron_klear.config.model import ModelConfig
 
 PositiveInt = Annotated[int, Field(gt=0)]
@@ -164,8 +165,8 @@ class RolloutConfig(Config):
     """RL steps: each samples rollout_batch_size x n_samples_per_prompt responses and trains on them."""
     rollout_batch_size: PositiveInt
     """Prompts a step."""
-    n_samples_per_prompt: Annotated[int, Field(ge=2)] = 8
-    """Responses a prompt; a group of one has no spread to learn from."""
+    n_samples_per_prompt: PositiveInt = 8
+    """Responses a prompt; 1 needs advantage.type reinforce_pp or gae: a group of one has no spread to learn from."""
     rollout_max_response_len: PositiveInt = 1024
     """Most tokens of a response; longer ones are cut off and marked as truncated."""
     rollout_temperature: PositiveFloat = 1.0
@@ -174,56 +175,6 @@ class RolloutConfig(Config):
     """Where responses are sampled: in this process, by the embedded engine."""
     max_running_requests: PositiveInt = 256
     """Rows the embedded engine decodes at a time; finished rows make room for waiting ones."""
-
-
-class PolicyLossConfig(Config):
-    """Parts that every policy loss has."""
-
-    sft_loss_coef: NonNegativeFloat = 0.0
-    """alpha of the joint SFT term on samples with reward exactly 1 (Klear-Reasoner Eq. 14; 0.1 there)."""
-
-
-class PpoLossConfig(PolicyLossConfig):
-    """PPO's clipped surrogate with one width (arXiv 1707.06347 Eq. 7)."""
-
-    type: Literal["ppo"]
-    """Which loss."""
-    eps_clip: Annotated[float, Field(gt=0, lt=1)] = 0.2
-    """Clip width on both sides."""
-
-
-class ClipHigherLossConfig(PolicyLossConfig):
-    """PPO with a wider upper clip (DAPO, arXiv 2503.14476 Eq. 10)."""
-
-    type: Literal["clip_higher"]
-    """Which loss."""
-    eps_clip: Annotated[float, Field(gt=0, lt=1)] = 0.2
-    """Lower clip width."""
-    eps_clip_high: PositiveFloat = 0.28
-    """Upper clip width."""
-
-
-class GppoLossConfig(PolicyLossConfig):
-    """Gradient-preserving clipping (arXiv 2508.07629 Eq. 11-12): clipped tokens keep a bounded gradient."""
-
-    type: Literal["gppo"]
-    """Which loss."""
-    eps_clip: Annotated[float, Field(gt=0, lt=1)] = 0.2
-    """Lower clip width: a clipped token with negative advantage keeps weight 1 - eps_clip."""
-    eps_clip_high: PositiveFloat = 0.28
-    """Upper clip width: a clipped token with positive advantage keeps weight 1 + eps_clip_high."""
-
-
-LossConfig = Annotated[PpoLossConfig | ClipHigherLossConfig | GppoLossConfig, Field(discriminator="type")]
-
-
-class AdvantageConfig(Config):
-    """Group advantages (GRPO): (reward - group mean) / (group std + eps)."""
-
-    std: Literal["population", "unbiased", "none"] = "population"
-    """Divide the variance by n (Klear-Reasoner Eq. 4) or n - 1 (its released code); none: no std at all (Dr.GRPO)."""
-    eps: NonNegativeFloat = 1e-6
-    """Added to the std."""
 
 
 class RewardConfig(Config):
@@ -247,9 +198,32 @@ class SelectionConfig(Config):
     """Which samples are left out of training, each with a counted reason."""
 
     drop_zero_std_groups: bool = True
-    """Leave out groups whose rewards are all equal: their advantages are zero."""
+    """Leave out groups without spread: their advantages are zero."""
+    zero_std_metric: Literal["reward", "accuracy"] = "reward"
+    """Spread of what: of the rewards, or of right and wrong (Klear's released code: partial rewards do not count)."""
+    max_resample_rounds: NonNegativeInt = 0
+    """Rounds in which groups that were left out are replaced by fresh prompts; 0 trains on what is left."""
+    drop_truncated: bool = False
+    """Leave out responses that were cut off, before groups are judged (over-long filter)."""
+    overlong_buffer_len: NonNegativeInt = 0
+    """Tokens before the longest response in which its reward sinks (DAPO's soft penalty); 0 for none."""
+    overlong_penalty_factor: NonNegativeFloat = 1.0
+    """How far it sinks: at the longest response by this much."""
+    max_staleness: NonNegativeInt | None = None
+    """Leave out samples whose oldest token was drawn from weights older than so many updates; null keeps all."""
     shuffle_rewards: bool = False
     """Control experiment: permute the rewards at random over the whole step. Nothing should be learnt then."""
+
+
+class DebugConfig(Config):
+    """One half of the loop alone."""
+
+    save_rollout_data: str | None = None
+    """Folder for the selected rollouts of every step."""
+    load_rollout_data: str | None = None
+    """Train on the rollouts of this folder instead of sampling."""
+    rollout_only: bool = False
+    """Sample, score and save, but train nothing."""
 
 
 class _Recipe(Config):
@@ -281,8 +255,13 @@ class RlRecipe(_Recipe):
     rollout: RolloutConfig
     loss: LossConfig
     advantage: AdvantageConfig = AdvantageConfig()
+    kl: KlConfig = KlConfig()
+    correction: CorrectionConfig = CorrectionConfig()
+    critic: CriticConfig | None = None
+    """Needed with advantage.type gae, without effect otherwise."""
     reward: RewardConfig
     selection: SelectionConfig = SelectionConfig()
+    debug: DebugConfig = DebugConfig()
 
 
 Recipe = SftRecipe | RlRecipe

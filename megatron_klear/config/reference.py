@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from megatron_klear.config.base import Config
-from megatron_klear.config.names import RECIPES, section_models, variant_tag
+from megatron_klear.config.names import RECIPES, section_models, sections_of, variant_tag
 
 _HEAD = """\
 # Recipe reference
@@ -20,7 +20,8 @@ A recipe is a YAML file. One with `rollout` is for `megatron-klear rl`, one with
 After the recipe, a command line may override settings, each at most once:
 
 - `section.key=value`, for example `optimizer.lr=1e-6`;
-- `--flag value` or `--flag=value`, where the key's name is unique: `--tensor-model-parallel-size 2`.
+- `--flag value` or `--flag=value`, where the key's name is unique: `--tensor-model-parallel-size 2`
+  (`critic` aside: `--lr` is `optimizer.lr`).
   A flag that is true or false stands alone: `--sequence-parallel`; to unset one, `--use-distributed-optimizer=false`.
 
 Numbers are written as in YAML 1.2 (`1e-6` is a number), `null` unsets, and text that looks like a number needs quotes.
@@ -33,6 +34,8 @@ _BOUNDS = {"exclusiveMinimum": ">", "minimum": ">=", "exclusiveMaximum": "<", "m
 def _type(node: dict[str, Any]) -> str:
     if "anyOf" in node:
         return " or ".join(map(_type, node["anyOf"]))
+    if "$ref" in node:
+        return "section"
     if "const" in node or "enum" in node:
         return ", ".join(f"`{value}`" for value in node.get("enum", [node.get("const")]))
     bounds = [f"{sign} {node[name]}" for name, sign in _BOUNDS.items() if name in node]
@@ -56,9 +59,9 @@ def _table(schema: dict[str, Any], names: list[str]) -> Iterator[str]:
 def _places() -> dict[tuple[str, type[Config]], list[str]]:
     """Every section with a class it may hold, and the kinds of recipe that have it, in the order of the recipes."""
     places: dict[tuple[str, type[Config]], list[str]] = {}
-    for kind, recipe in RECIPES.items():
-        for name, field in recipe.model_fields.items():
-            for model in section_models(field.annotation):
+    for kind in RECIPES:
+        for name, models in sections_of(kind).items():
+            for model in models:
                 places.setdefault((name, model), []).append(kind)
     return places
 

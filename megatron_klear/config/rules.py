@@ -6,22 +6,27 @@ all its facts are known, so a recipe with a broken section still hears of every 
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterator, Mapping
 from math import gcd
 from pathlib import Path
 from typing import Any
 
+from megatron_klear.config.loss import AggregationConfig
 from megatron_klear.config.model import ModelConfig, Qwen3Shape, read_shape
-from megatron_klear.config.names import NOT_GIVEN, Kind, did_you_mean, missing_path_hint
+from megatron_klear.config.names import (
+    NOT_GIVEN,
+    USER_FUNCTION,
+    Kind,
+    did_you_mean,
+    is_user_function,
+    missing_path_hint,
+)
 from megatron_klear.config.recipe import (
     BatchConfig,
     CheckpointConfig,
     EvalConfig,
-    ExportConfig,
     OptimizerConfig,
     ParallelConfig,
-    PolicyLossConfig,
     PromptDataConfig,
     Recipe,
     RewardConfig,
@@ -30,12 +35,13 @@ from megatron_klear.config.recipe import (
     SftDataConfig,
     SftRecipe,
 )
+from megatron_klear.config.rules_rl import RL_RULES
+from megatron_klear.config.unused import given_but_unused
 from megatron_klear.errors import CheckpointError, Fault
 
 Faults = Iterator[Fault]
 
 _REWARDS = ("math", "arithmetic")
-_DOTTED_FUNCTION = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
 _TP = "parallel.tensor_model_parallel_size"
 _PP = "parallel.pipeline_model_parallel_size"
 
@@ -207,12 +213,12 @@ def _warmup_ends_before_sft(optimizer: OptimizerConfig, train_iters: int) -> Fau
 
 
 def _reward_is_known(reward: RewardConfig | None) -> Faults:
-    if reward is not None and reward.type not in _REWARDS and not _DOTTED_FUNCTION.fullmatch(reward.type):
-        reason = f"expected {', '.join(_REWARDS)}, or a function of your own as package.module:function"
+    if reward is not None and reward.type not in _REWARDS and not is_user_function(reward.type):
+        reason = f"expected {', '.join(_REWARDS)}, or a function of your own as {USER_FUNCTION}"
         yield Fault("reward.type", reward.type, reason, did_you_mean(reward.type, _REWARDS))
 
 
-def _joint_sft_has_samples(loss: PolicyLossConfig, reward: RewardConfig) -> Faults:
+def _joint_sft_has_samples(loss: AggregationConfig, reward: RewardConfig) -> Faults:
     if loss.sft_loss_coef > 0 and reward.type in _REWARDS and 1.0 not in (reward.correct, reward.incorrect):
         reason = f"would have no effect: it takes samples with reward exactly 1, and reward.correct is {reward.correct}"
         yield Fault("loss.sft_loss_coef", loss.sft_loss_coef, reason, "set reward.correct: 1.0, or leave it out")
@@ -263,28 +269,6 @@ def _output_folder_is_its_own(run: RunConfig, checkpoint: CheckpointConfig) -> F
         yield Fault("run.output_dir", run.output_dir, reason, "name a folder of its own")
 
 
-def unused_keys(sections: Mapping[str, Any]) -> dict[str, str]:
-    """Dotted keys that have no effect given the other settings, with the reason."""
-    unused = {}
-    evaluation, export, reward = sections.get("eval"), sections.get("export"), sections.get("reward")
-    if isinstance(evaluation, EvalConfig) and evaluation.prompt_data is None:
-        names = [name for name in EvalConfig.model_fields if name != "prompt_data"]
-        unused.update((f"eval.{name}", "without eval.prompt_data") for name in names)
-    if isinstance(export, ExportConfig) and export.hf_dir is None:
-        unused["export.max_shard_bytes"] = "without export.hf_dir"
-    if isinstance(reward, RewardConfig) and reward.type != "math":
-        unused.update((f"reward.{name}", "with a reward other than math") for name in ("timeout_s", "num_workers"))
-    return unused
-
-
-def _given_but_unused(sections: Mapping[str, Any]) -> Faults:
-    for key, condition in unused_keys(sections).items():
-        section, name = key.split(".")
-        config = sections[section]
-        if name in config.model_fields_set:
-            yield Fault(key, config.model_dump()[name], f"would have no effect {condition}", "leave it out")
-
-
 _RULES: tuple[tuple[Callable[..., Faults], tuple[str, ...]], ...] = (
     (_heads_split_evenly, ("parallel", "shape")),
     (_key_value_heads_split_evenly, ("parallel", "shape")),
@@ -314,13 +298,14 @@ _RULES: tuple[tuple[Callable[..., Faults], tuple[str, ...]], ...] = (
     (_evaluation_data_exists, ("eval",)),
     (_resume_keeps_output, ("checkpoint",)),
     (_output_folder_is_its_own, ("run", "checkpoint")),
+    *RL_RULES,
 )
 
 
 def check_sections(sections: Mapping[str, Any], *, kind: Kind, world_size: int | None) -> list[Fault]:
     """Every fault between the given sections (those that validated, by name) and with the files they name, by key."""
     facts: dict[str, Any] = {"kind": kind, **sections}
-    faults = list(_given_but_unused(sections))
+    faults = list(given_but_unused(sections))
     if world_size is not None:
         facts["world_size"] = world_size
     if "model" in facts:

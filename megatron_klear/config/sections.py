@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any, get_args
+from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import TypeAdapter, ValidationError
 from pydantic.fields import FieldInfo
@@ -15,6 +15,7 @@ from megatron_klear.config.names import (
     RECIPES,
     Kind,
     did_you_mean,
+    is_optional,
     section_models,
     unknown_key_hint,
     variant_tag,
@@ -55,9 +56,10 @@ def _fault(key: str, error: ErrorDetails, field: FieldInfo, kind: Kind) -> Fault
         return Fault(key, NOT_GIVEN, "needed, it has no default")
     if error["type"] == "extra_forbidden":
         return Fault(key, error["input"], "no such key", unknown_key_hint(key, kind))
-    if error["type"] in _NOT_A_SECTION:
+    is_union = error["type"].startswith("union_tag")
+    if error["type"] in _NOT_A_SECTION or (is_union and not isinstance(error["input"], dict)):
         return Fault(key, error["input"], "expected a section: lines `key: value` below it")
-    if error["type"].startswith("union_tag"):
+    if is_union:
         tags = [variant_tag(model) for model in section_models(field.annotation)]
         given = error["input"].get("type", NOT_GIVEN)
         return Fault(f"{key}.type", given, f"expected one of {', '.join(tags)}", did_you_mean(given, tags))
@@ -76,7 +78,7 @@ def _validate(name: str, value: Any, kind: Kind) -> tuple[Any, list[Fault]]:
         faults = []
         for detail in error.errors(include_url=False):
             # In a union the location starts with the chosen variant, which is no part of the key.
-            path = detail["loc"][1:] if field.discriminator else detail["loc"]
+            path = detail["loc"][1:] if len(section_models(field.annotation)) > 1 else detail["loc"]
             faults.append(_fault(".".join([name, *map(str, path)]), detail, field, kind))
         return None, faults
 
@@ -85,8 +87,7 @@ def _values(raw: Mapping[str, Any], kind: Kind) -> Iterator[tuple[str, Any]]:
     """Every field of the recipe with what is to be validated for it; an absent section is an empty one."""
     for name, field in RECIPES[kind].model_fields.items():
         value = raw.get(name)
-        is_optional = type(None) in get_args(field.annotation)
-        if value is None and section_models(field.annotation) and not is_optional:
+        if value is None and section_models(field.annotation) and not is_optional(field.annotation):
             value = {}
         yield name, value
 

@@ -10,7 +10,8 @@ What holds for the batches that `pack` makes of one update, one batch a data-par
    than the longest sample, with no loss.
 5. Position t of a sample holds what concerns PREDICTING the next token (types.py): token_scale, nll_scale, advantages
    and rollout_logprobs are shifted by one against the sample's rows, and the last position of each sequence is 0.
-6. The token_scale of the whole update adds up to 1, its nll_scale to `sft_loss_coef` (0 without a correct sample).
+6. With token-mean the token_scale of the whole update adds up to 1, its nll_scale to `sft_loss_coef` (0 without a
+   correct sample); other modes weigh by `aggregation.py`, the joint SFT term over its own samples alone.
 7. Counts and sums do not depend on `data_parallel_size` or `max_tokens`; each is the same number on every rank.
 """
 
@@ -24,16 +25,18 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from megatron_klear.data.aggregation import Aggregation
 from megatron_klear.errors import DataError
 from megatron_klear.types import MicroBatch, Sample, TrainBatch
 
-_INT_FIELDS = ("token_ids", "labels", "positions", "sequence_ids", "cu_seqlens")
-_FLOAT_FIELDS = ("token_scale", "nll_scale", "advantages", "rollout_logprobs", "old_logprobs")
+_INT_FIELDS = ("token_ids", "labels", "positions", "sequence_ids", "cu_seqlens", "sample_index")
+_FLOAT_FIELDS = ("token_scale", "nll_scale", "advantages", "rollout_logprobs", "rewards")
 # Header of a flattened batch: these counts, then (T, sequences, max_seqlen) for each micro-batch.
 _HEADER = ("num_micro_batches", "num_loss_tokens", "num_samples", "num_sft_tokens")
 _SIZES = 3
 
-Bin = list[Sample]
+Bin = list[int]
+"""Indices of the samples of one micro-batch, ascending."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,12 +56,12 @@ class PackSpec:
 
 @dataclass(frozen=True, slots=True)
 class _Weights:
-    """What one trained position counts, global divisions included."""
+    """What one trained position of each sample counts, global divisions included; keyed by the sample's index."""
 
     num_loss_tokens: int
     num_sft_tokens: int
-    token: float
-    nll: float
+    token: list[float]
+    nll: list[float]
 
 
 def split_updates(samples: Sequence[Sample], global_batch_size: int) -> list[list[Sample]]:
@@ -70,18 +73,27 @@ def split_updates(samples: Sequence[Sample], global_batch_size: int) -> list[lis
     return [list(samples[start:stop]) for start, stop in itertools.pairwise(borders)]
 
 
-def pack(samples: Sequence[Sample], spec: PackSpec, *, sft_loss_coef: float = 0.0) -> list[TrainBatch]:
+def pack(
+    samples: Sequence[Sample],
+    spec: PackSpec,
+    *,
+    sft_loss_coef: float = 0.0,
+    aggregation: Aggregation = Aggregation(),  # noqa: B008  frozen
+) -> list[TrainBatch]:
     """ONE optimizer update as one batch a data-parallel rank. A pure function; the module docstring says what holds.
 
     Raises `DataError` for no samples, no token with loss, and a sample that fits no micro-batch.
     """
     _check(samples, spec)
-    weights = _weights(samples, sft_loss_coef)
+    weights = _weights(samples, sft_loss_coef, aggregation)
     bins = _assign(samples, spec)
-    longest_bin = max(_load(one) for one in bins)
+    longest_bin = max(_load(samples, one) for one in bins)
     num_positions = -(-longest_bin // spec.multiple_of) * spec.multiple_of
     longest_sample = max(len(sample.token_ids) for sample in samples)
-    micro_batches = [_micro_batch(one, num_positions, longest=longest_sample, weights=weights) for one in bins]
+    micro_batches = [
+        _micro_batch([samples[i] for i in one], one, num_positions, longest=longest_sample, weights=weights)
+        for one in bins
+    ]
     return [
         TrainBatch(
             micro_batches=micro_batches[rank :: spec.data_parallel_size],
@@ -107,21 +119,22 @@ def _check(samples: Sequence[Sample], spec: PackSpec) -> None:
             )
 
 
-def _weights(samples: Sequence[Sample], sft_loss_coef: float) -> _Weights:
+def _weights(samples: Sequence[Sample], sft_loss_coef: float, aggregation: Aggregation) -> _Weights:
     # The first token of a sequence is never predicted, so its mask counts nowhere.
-    num_loss_tokens = sum(sum(sample.loss_mask[1:]) for sample in samples)
-    num_sft_tokens = sum(sum(sample.loss_mask[1:]) for sample in samples if sample.reward == 1.0)
+    lengths = [sum(sample.loss_mask[1:]) for sample in samples]
+    correct = [n if sample.reward == 1.0 else 0 for n, sample in zip(lengths, samples, strict=True)]
+    num_loss_tokens = sum(lengths)
     if num_loss_tokens == 0:
         raise DataError(
             f"none of the {len(samples)} samples of this update has a token with loss; expected at least one"
             " (are the responses empty?)"
         )
-    nll = sft_loss_coef / num_sft_tokens if num_sft_tokens else 0.0
-    return _Weights(num_loss_tokens, num_sft_tokens, token=1.0 / num_loss_tokens, nll=nll)
+    nll = [sft_loss_coef * weight for weight in aggregation.token_weights(correct)]
+    return _Weights(num_loss_tokens, sum(correct), token=aggregation.token_weights(lengths), nll=nll)
 
 
-def _load(one: Bin) -> int:
-    return sum(len(sample.token_ids) for sample in one)
+def _load(samples: Sequence[Sample], one: Bin) -> int:
+    return sum(len(samples[index].token_ids) for index in one)
 
 
 def _assign(samples: Sequence[Sample], spec: PackSpec) -> list[Bin]:
@@ -130,7 +143,7 @@ def _assign(samples: Sequence[Sample], spec: PackSpec) -> list[Bin]:
     num_micro_batches = -(-total // (spec.data_parallel_size * spec.budget))
     while True:
         bins = _balance(samples, num_micro_batches * spec.data_parallel_size)
-        if max(_load(one) for one in bins) <= spec.budget:
+        if max(_load(samples, one) for one in bins) <= spec.budget:
             return bins
         # Ends at the latest when each sample has a bin of its own.
         num_micro_batches += 1
@@ -139,13 +152,13 @@ def _assign(samples: Sequence[Sample], spec: PackSpec) -> list[Bin]:
 def _balance(samples: Sequence[Sample], num_bins: int) -> list[Bin]:
     """Longest sample first, each into the bin that is lightest so far (of equals, the first)."""
     order = sorted(range(len(samples)), key=lambda i: (-len(samples[i].token_ids), i))
-    chosen: list[list[int]] = [[] for _ in range(num_bins)]
+    chosen: list[Bin] = [[] for _ in range(num_bins)]
     lightest = [(0, number) for number in range(num_bins)]
     for index in order:
         load, number = lightest[0]
         chosen[number].append(index)
         heapq.heapreplace(lightest, (load + len(samples[index].token_ids), number))
-    return [[samples[index] for index in sorted(indices)] for indices in chosen]
+    return [sorted(indices) for indices in chosen]
 
 
 def _padding(num_missing: int, longest: int) -> list[int]:
@@ -154,7 +167,9 @@ def _padding(num_missing: int, longest: int) -> list[int]:
     return [longest] * whole + [rest] * (rest > 0)
 
 
-def _micro_batch(one: Bin, num_positions: int, *, longest: int, weights: _Weights) -> MicroBatch:
+def _micro_batch(
+    one: Sequence[Sample], indices: Bin, num_positions: int, *, longest: int, weights: _Weights
+) -> MicroBatch:
     real = [len(sample.token_ids) for sample in one]
     # Padding no longer than this micro-batch's own samples, so that it does not widen its attention; only a
     # micro-batch without samples takes the update's longest.
@@ -167,9 +182,11 @@ def _micro_batch(one: Bin, num_positions: int, *, longest: int, weights: _Weight
         flat[: sum(real)] = torch.tensor([number for row in rows for number in row], dtype=dtype)
         return flat
 
+    def of_sequences(numbers: Sequence[float]) -> Tensor:
+        return torch.tensor([*numbers, *[0.0] * (len(lengths) - len(numbers))], dtype=torch.float32)
+
     def per_sequence(numbers: Sequence[float]) -> Tensor:
-        padded = torch.tensor([*numbers, *[0.0] * (len(lengths) - len(numbers))])
-        return padded.repeat_interleave(sizes)
+        return of_sequences(numbers).repeat_interleave(sizes)
 
     trained = per_position([[*sample.loss_mask[1:], 0] for sample in one], torch.float32)
     return MicroBatch(
@@ -179,11 +196,12 @@ def _micro_batch(one: Bin, num_positions: int, *, longest: int, weights: _Weight
         cu_seqlens=torch.cat([torch.zeros(1, dtype=torch.int64), ends]).to(torch.int32),
         sequence_ids=torch.arange(len(lengths)).repeat_interleave(sizes),
         max_seqlen=max(lengths),
-        token_scale=trained * weights.token,
-        nll_scale=trained * per_sequence([weights.nll * (sample.reward == 1.0) for sample in one]),
+        sample_index=torch.tensor([*indices, *[-1] * (len(lengths) - len(indices))]),
+        token_scale=trained * per_sequence([weights.token[i] for i in indices]),
+        nll_scale=trained * per_sequence([weights.nll[i] for i in indices]),
         advantages=trained * per_sequence([sample.advantage for sample in one]),
         rollout_logprobs=per_position([[*sample.rollout_logprobs[1:], 0.0] for sample in one], torch.float32),
-        old_logprobs=torch.zeros(num_positions),
+        rewards=of_sequences([sample.training_reward or 0.0 for sample in one]),
     )
 
 
@@ -194,8 +212,9 @@ def flatten(batch: TrainBatch) -> tuple[Tensor, Tensor]:
     floats: list[Tensor] = []
     for one in batch.micro_batches:
         header += [one.token_ids.numel(), one.cu_seqlens.numel() - 1, one.max_seqlen]
-        ints += [one.token_ids, one.labels, one.positions, one.sequence_ids, one.cu_seqlens.to(torch.int64)]
-        floats += [one.token_scale, one.nll_scale, one.advantages, one.rollout_logprobs, one.old_logprobs]
+        ints += [one.token_ids, one.labels, one.positions, one.sequence_ids]
+        ints += [one.cu_seqlens.to(torch.int64), one.sample_index]
+        floats += [one.token_scale, one.nll_scale, one.advantages, one.rollout_logprobs, one.rewards]
     device = batch.micro_batches[0].token_ids.device
     return torch.cat([torch.tensor(header, device=device), *ints]), torch.cat(floats)
 
@@ -205,8 +224,9 @@ def unflatten(ints: Tensor, floats: Tensor) -> TrainBatch:
     num_micro_batches, num_loss_tokens, num_samples, num_sft_tokens = ints[: len(_HEADER)].tolist()
     start = len(_HEADER) + _SIZES * num_micro_batches
     sizes = ints[len(_HEADER) : start].view(num_micro_batches, _SIZES).tolist()
-    int_sizes = [n for positions, sequences, _ in sizes for n in (*[positions] * (len(_INT_FIELDS) - 1), sequences + 1)]
-    float_sizes = [n for positions, _, _ in sizes for n in [positions] * len(_FLOAT_FIELDS)]
+    # The last fields are per sequence, all others per position.
+    int_sizes = [n for t, s, _ in sizes for n in (*[t] * (len(_INT_FIELDS) - 2), s + 1, s)]
+    float_sizes = [n for t, s, _ in sizes for n in (*[t] * (len(_FLOAT_FIELDS) - 1), s)]
     int_parts, float_parts = iter(ints[start:].split(int_sizes)), iter(floats.split(float_sizes))
     micro_batches: list[MicroBatch] = []
     for _, _, max_seqlen in sizes:

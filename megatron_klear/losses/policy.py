@@ -1,82 +1,105 @@
-"""Policy losses as plain sums. GPPO and its neighbours share one class and differ in what a clipped token keeps.
+"""Policy losses as plain sums, one class each; they differ in a `ClipRule`, in what the ratio is of, or in the value.
 
-With token_scale w_t (mask, aggregation and global count in one number, fixed in `pack`), value v_t and gradient weight
-g_t of `policy_coefficients`, advantage A_t and log-prob l_t:
-    L = sum_t w_t (-v_t A_t)  +  sum_t n_t (-l_t)        dL/dl_t = -w_t g_t A_t - n_t
-n_t is `nll_scale`: alpha / (global count of tokens in samples with reward exactly 1) on those tokens
-(Klear-Reasoner, arXiv 2508.07629 Eq. 13-14, with log pi where the paper prints pi).
+With token_scale w_t (mask, aggregation and global count in one number, fixed in `pack`), correction weight c_t, value
+v_t and gradient weight g_t of `policy_coefficients`, advantage A_t, keep flag k_t of entropy-ratio clipping and
+log-prob l_t:
+    L = sum_t w_t (-c_t v_t A_t)       dL/dl_t = -w_t c_t k_t g_t A_t
+`terms.py` adds the joint SFT term, the KL penalty and the entropy bonus.
 """
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
-from megatron_klear.config.recipe import ClipHigherLossConfig, GppoLossConfig, LossConfig, PpoLossConfig
-from megatron_klear.metrics import Metric
-from megatron_klear.types import LossOutput, MicroBatch, TokenStats
-from megatron_klear_kernels.linear_policy_loss.coefficients import policy_coefficients
+from megatron_klear.config.loss import (
+    CeGppoLossConfig,
+    CispoLossConfig,
+    ClipHigherLossConfig,
+    GppoLossConfig,
+    GspoLossConfig,
+    PpoLossConfig,
+)
+from megatron_klear.losses.sequences import sequence_mean
+from megatron_klear.types import MicroBatch
+from megatron_klear_kernels.linear_policy_loss.coefficients import (
+    ClipRule,
+    PolicyCoefficients,
+    policy_coefficients,
+)
 
 
-class ClippedPolicyLoss:
-    """Clipped surrogate whose clipped tokens keep `keep` of their bounded gradient: 0 is PPO, 1 is GPPO."""
+class ClippedLoss:
+    """A token-level clipped loss; the subclasses name their rule and their source."""
 
-    def __init__(self, *, eps_low: float, eps_high: float, keep: float) -> None:
-        self.eps_low = eps_low
-        self.eps_high = eps_high
-        self.keep = keep
+    def __init__(self, rule: ClipRule) -> None:
+        self.rule = rule
 
-    def __call__(self, stats: TokenStats, micro_batch: MicroBatch) -> LossOutput:
-        """Summed policy loss plus joint SFT term, with metrics that count only tokens with a scale."""
-        current, old = stats.logprobs, micro_batch.old_logprobs
-        scale, advantages = micro_batch.token_scale, micro_batch.advantages
-        log_ratio = current.detach() - old
-        c = policy_coefficients(
-            log_ratio,
-            advantages,
-            eps_low=self.eps_low,
-            eps_high=self.eps_high,
-            keep_low=self.keep,
-            keep_high=self.keep,
+    def log_ratio(self, current: Tensor, micro_batch: MicroBatch) -> Tensor:
+        """[T] log of the ratio that is clipped, without gradient."""
+        return current.detach() - micro_batch.old_logprobs
+
+    def coefficients(self, current: Tensor, micro_batch: MicroBatch) -> PolicyCoefficients:
+        """Weights [T] under the current log-probs [T]."""
+        return policy_coefficients(self.log_ratio(current, micro_batch), micro_batch.advantages, self.rule)
+
+    def value(self, coefficients: PolicyCoefficients, current: Tensor) -> Tensor:
+        """[T] what the loss number is made of: loss = -value * advantage."""
+        return coefficients.value
+
+
+class PpoLoss(ClippedLoss):
+    """PPO and GRPO: clipped tokens get no gradient (arXiv 1707.06347 Eq. 7; 2402.03300 Eq. 3)."""
+
+    def __init__(self, config: PpoLossConfig) -> None:
+        super().__init__(ClipRule(config.eps_clip, config.eps_clip, dual_clip=config.eps_clip_c))
+
+
+class ClipHigherLoss(ClippedLoss):
+    """PPO with two widths (DAPO, arXiv 2503.14476 Eq. 10)."""
+
+    def __init__(self, config: ClipHigherLossConfig) -> None:
+        super().__init__(ClipRule(config.eps_clip, config.eps_clip_high, dual_clip=config.eps_clip_c))
+
+
+class GppoLoss(ClippedLoss):
+    """Clipped tokens keep a gradient of weight 1 -+ eps (Klear-Reasoner, arXiv 2508.07629 Eq. 11-12)."""
+
+    def __init__(self, config: GppoLossConfig) -> None:
+        rule = ClipRule(config.eps_clip, config.eps_clip_high, keep_low=1.0, keep_high=1.0, dual_clip=config.eps_clip_c)
+        super().__init__(rule)
+
+
+class CeGppoLoss(ClippedLoss):
+    """GPPO with its clipped tokens weighed by two betas, in value and gradient (arXiv 2509.20712)."""
+
+    def __init__(self, config: CeGppoLossConfig) -> None:
+        low, high = config.gppo_beta_low, config.gppo_beta_high
+        rule = ClipRule(
+            config.eps_clip, config.eps_clip_high, value_low=low, value_high=high, keep_low=low, keep_high=high
         )
-        # The difference is exactly 0, its derivative exactly 1: the value is v, the gradient g, in one sum.
-        pg_loss = -(scale * advantages * (c.value + c.gradient * (current - current.detach()))).sum()
-        nll_loss = -(micro_batch.nll_scale * current).sum()
-        mask = scale != 0
-        metrics = {
-            "train/pg_loss": Metric(pg_loss.detach(), "sum"),
-            "train/nll_loss": Metric(nll_loss.detach(), "sum"),
-            "train/ratio_mean": token_mean(c.ratio, mask),
-            "train/ratio_max": Metric((c.ratio * mask).max(), "max"),
-            "train/ratio_deviation_max": Metric(((c.ratio - 1).abs() * mask).max(), "max"),
-            "train/ppo_kl": token_mean(-log_ratio, mask),
-            "train/clip_fraction_low": token_mean(c.clipped_low, mask),
-            "train/clip_fraction_high": token_mean(c.clipped_high, mask),
-        }
-        return LossOutput(pg_loss + nll_loss, metrics)
+        super().__init__(rule)
 
 
-class SftLoss:
-    """Negative log-likelihood as a plain sum: L = -sum_t w_t l_t."""
+class CispoLoss(ClippedLoss):
+    """REINFORCE with a clipped weight: -sg(clip(r)) A log pi (arXiv 2506.13585 Eq. 4)."""
 
-    def __call__(self, stats: TokenStats, micro_batch: MicroBatch) -> LossOutput:
-        """Summed NLL over the micro-batch."""
-        loss = -(micro_batch.token_scale * stats.logprobs).sum()
-        return LossOutput(loss, {"train/nll_loss": Metric(loss.detach(), "sum")})
+    def __init__(self, config: CispoLossConfig) -> None:
+        super().__init__(ClipRule(config.eps_clip, config.eps_clip_high, two_sided=True))
 
-
-def build_policy_loss(config: LossConfig) -> ClippedPolicyLoss:
-    """The loss a recipe names."""
-    match config:
-        case PpoLossConfig():
-            return ClippedPolicyLoss(eps_low=config.eps_clip, eps_high=config.eps_clip, keep=0.0)
-        case ClipHigherLossConfig():
-            return ClippedPolicyLoss(eps_low=config.eps_clip, eps_high=config.eps_clip_high, keep=0.0)
-        case GppoLossConfig():
-            return ClippedPolicyLoss(eps_low=config.eps_clip, eps_high=config.eps_clip_high, keep=1.0)
+    def value(self, coefficients: PolicyCoefficients, current: Tensor) -> Tensor:
+        """The log-prob itself stands in the loss, weighed."""
+        return coefficients.value * current.detach()
 
 
-def token_mean(values: Tensor, mask: Tensor) -> Metric:
-    """Mean of `values` [T] over the positions of `mask` [T] bool, as a mergeable metric."""
-    kept = torch.where(mask, values.detach().to(torch.float32), 0.0)
-    return Metric(kept.sum(), "token_mean", mask.sum())
+class GspoLoss(ClippedLoss):
+    """One ratio a sequence: exp of the mean log-ratio of its trained tokens (arXiv 2507.18071 Eq. 5-7).
+
+    d/dl_t of w sum_t' s = w |y| (s / |y|) = w s: scales are equal inside a sequence, so each token's weight is s.
+    """
+
+    def __init__(self, config: GspoLossConfig) -> None:
+        super().__init__(ClipRule(config.eps_clip, config.eps_clip_high))
+
+    def log_ratio(self, current: Tensor, micro_batch: MicroBatch) -> Tensor:
+        """[T] the sequence's mean log-ratio at each of its positions."""
+        return sequence_mean(super().log_ratio(current, micro_batch), micro_batch)

@@ -12,6 +12,7 @@ from megatron.core.tensor_parallel import (
     ColumnParallelLinear,
     RowParallelLinear,
     VocabParallelEmbedding,
+    gather_from_sequence_parallel_region,
     set_tensor_model_parallel_attributes,
 )
 from megatron.core.transformer.module import Float16Module
@@ -25,6 +26,8 @@ from megatron_klear.types import MicroBatch, Topology
 
 # Vocabulary rows are padded so that each tensor-parallel rank holds a multiple of this many.
 VOCAB_ROWS_MULTIPLE = 16
+
+VALUE_HEAD = "value_head.weight"
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -42,6 +45,30 @@ class HiddenGPTModel(GPTModel):
         weight = self.output_layer.weight
         assert weight is not None, "an untied output layer holds its own weight"
         return weight
+
+
+class ValueGPTModel(HiddenGPTModel):
+    """One number a position. The head [1, H] is whole on every tensor-parallel rank of the last stage.
+
+    Its input is too, so every rank computes the same gradient and none must be summed.
+    """
+
+    def __init__(self, **megatron: Any) -> None:
+        super().__init__(**megatron)
+        if self.post_process:
+            weight = next(self.decoder.parameters())
+            self.value_head = torch.nn.Linear(
+                self.config.hidden_size, 1, bias=False, device=weight.device, dtype=weight.dtype
+            )
+            # Values of zero make the first advantages the returns themselves, whatever the trunk.
+            torch.nn.init.zeros_(self.value_head.weight)
+
+    def values(self, hidden: Tensor) -> Tensor:
+        """Final hidden states [T, 1, H] (or [T/tp, 1, H]) -> values [T] float32."""
+        if self.config.sequence_parallel:
+            # Every rank uses all positions the same way: the backward takes its own part, and sums nothing.
+            hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=False)
+        return (hidden[:, 0].float() @ self.value_head.weight.float().t())[:, 0]
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,13 +105,20 @@ def padded_vocab_size(vocab_size: int, tensor_size: int) -> int:
 
 
 def build_stage(
-    shape: Qwen3Shape, parallel: ParallelConfig, topology: Topology, *, dtype: torch.dtype, on_cpu: bool
+    shape: Qwen3Shape,
+    parallel: ParallelConfig,
+    topology: Topology,
+    *,
+    dtype: torch.dtype,
+    on_cpu: bool,
+    value_head: bool = False,
 ) -> ModelStage:
-    """This rank's stage, weights uninitialised. Call inside `megatron_scope`."""
+    """This rank's stage, weights uninitialised (a value head is zero). Call inside `megatron_scope`."""
     config = qwen3_config(shape, parallel, dtype=dtype, on_cpu=on_cpu)
     # TransformerBlock takes block submodules too, which carry our final norm; GPTModel's annotation is narrower.
     block: Any = qwen3_block(config)
-    core = HiddenGPTModel(
+    model = ValueGPTModel if value_head else HiddenGPTModel
+    core = model(
         config=config,
         transformer_layer_spec=block,
         vocab_size=padded_vocab_size(shape.vocab_size, topology.tensor_size),

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from megatron_klear.errors import CheckpointError
-from megatron_klear.models.build import ModelStage, padded_vocab_size
+from megatron_klear.models.build import VALUE_HEAD, ModelStage, padded_vocab_size
 from megatron_klear.parallel.broadcast import gather_shards
 from megatron_klear.parallel.topology import ParallelContext
 
@@ -135,7 +135,7 @@ def import_weights(stage: ModelStage, table: Sequence[Mapping], source: TensorSo
     """Fill this rank's parameters from full Hugging Face tensors. Every parameter must be filled, shapes must match."""
     topology = stage.topology
     parameters = dict(stage.core.named_parameters())
-    missing = set(parameters)
+    missing = set(parameters) - {VALUE_HEAD}
     targets = [(m, _local_name(m, stage)) for m in table if _stage_of(m, stage) == topology.pipeline_rank]
     if stage.shape.tie_word_embeddings and topology.is_last_stage and not topology.is_first_stage:
         # The last stage holds its own copy of the tied embedding; Megatron keeps the two equal from here on.

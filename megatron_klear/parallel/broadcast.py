@@ -87,6 +87,22 @@ def all_gather_columns(local: Tensor, group: dist.ProcessGroup) -> Tensor:
     return torch.cat(parts, dim=1)
 
 
+def sum_over_replicas(vector: Tensor | None, size: int, context: ParallelContext) -> Tensor:
+    """Sum of the last stages' float32 vectors of `size` over all replicas, on every rank; earlier stages pass None."""
+    if vector is not None:
+        vector = vector.clone()
+        dist.all_reduce(vector, group=context.groups.data)
+    return from_last_stage(vector, (size,), context)
+
+
+def broadcast_vector(vector: Tensor | None, size: int, context: ParallelContext) -> Tensor:
+    """Rank 0's float32 vector of `size` on every rank; others pass None."""
+    device = context.device.torch_device
+    tensor = torch.empty(size, device=device) if vector is None else vector.to(device)
+    dist.broadcast(tensor, src=0)
+    return tensor
+
+
 def from_last_stage(tensor: Tensor | None, shape: Sequence[int], context: ParallelContext) -> Tensor:
     """The last stage's float32 tensor of `shape` on every stage; earlier stages pass None."""
     if tensor is None:

@@ -7,9 +7,10 @@ import zlib
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Literal
 
 from megatron_klear.config.recipe import SelectionConfig
-from megatron_klear.metrics import Metric
+from megatron_klear.metrics import Metric, merge
 from megatron_klear.protocols import AdvantageFn, RewardFn, RolloutEngine
 from megatron_klear.types import (
     Completion,
@@ -32,12 +33,13 @@ class SamplingPlan:
     stop_token_ids: tuple[int, ...]
     seed: int
     step: int
+    round: int = 0
 
 
 def draw(engine: RolloutEngine, prompts: Sequence[Prompt], plan: SamplingPlan) -> list[tuple[Prompt, Completion]]:
     """`n_samples_per_prompt` completions of every prompt, prompt after prompt."""
     jobs = [
-        (prompt, f"{plan.step}/{prompt.prompt_id}/{i}.{j}")
+        (prompt, f"{plan.step}.{plan.round}/{prompt.prompt_id}/{i}.{j}")
         for i, prompt in enumerate(prompts)
         for j in range(plan.n_samples_per_prompt)
     ]
@@ -96,34 +98,83 @@ def score(rollout: RolloutBatch, reward_fn: RewardFn, decode: Callable[[Sequence
     return replace(rollout, groups=tuple(group for group in groups if group.samples), dropped=dropped)
 
 
-def select(rollout: RolloutBatch, rules: SelectionConfig, *, seed: int) -> RolloutBatch:
+@dataclass(frozen=True, slots=True)
+class SelectionContext:
+    """What the rules of a step refer to: the trainer's weight version, the longest response, a seed for the control."""
+
+    weight_version: int
+    max_response_len: int
+    seed: int
+
+
+def select(rollout: RolloutBatch, rules: SelectionConfig, context: SelectionContext) -> RolloutBatch:
     """Leave out what cannot teach anything; every sample that goes has a counted reason."""
     if rules.shuffle_rewards:
-        _shuffle_rewards(rollout.samples, seed)
-    metrics = dict(rollout.metrics) | _rollout_metrics(rollout)
+        _shuffle_rewards(rollout.samples, context.seed)
+    metrics = merge([rollout.metrics, _rollout_metrics(rollout)])
     dropped = Counter(rollout.dropped)
     kept = []
     for group in rollout.groups:
-        if rules.drop_zero_std_groups and len({sample.reward for sample in group.samples}) == 1:
-            dropped["zero_std"] += len(group.samples)
+        samples = tuple(s for s in group.samples if not _faulty(s, rules, context, dropped))
+        for sample in samples:
+            _penalise_length(sample, rules, context.max_response_len)
+        if not samples:
+            continue
+        if rules.drop_zero_std_groups and not _has_spread(samples, rules.zero_std_metric):
+            dropped["zero_std"] += len(samples)
         else:
-            kept.append(group)
+            kept.append(replace(group, samples=samples))
     return RolloutBatch(tuple(kept), metrics, dropped)
+
+
+def _faulty(sample: Sample, rules: SelectionConfig, context: SelectionContext, dropped: Counter[str]) -> bool:
+    """True, with the reason counted, for a sample that is left out by itself."""
+    if rules.drop_truncated and sample.stop_reason == "length":
+        dropped["truncated"] += 1
+        return True
+    oldest = context.weight_version if sample.weight_version_min is None else sample.weight_version_min
+    if rules.max_staleness is not None and context.weight_version - oldest > rules.max_staleness:
+        dropped["stale"] += 1
+        return True
+    return False
+
+
+def _penalise_length(sample: Sample, rules: SelectionConfig, max_response_len: int) -> None:
+    """DAPO's soft over-long penalty (arXiv 2503.14476 Eq. 13): linear inside the buffer, full at the longest."""
+    if rules.overlong_buffer_len == 0 or sample.reward is None:
+        return
+    excess = len(sample.response_ids) - (max_response_len - rules.overlong_buffer_len)
+    if excess > 0:
+        penalty = min(excess / rules.overlong_buffer_len, 1.0) * rules.overlong_penalty_factor
+        sample.shaped_reward = sample.reward - penalty
+
+
+def _has_spread(samples: Sequence[Sample], metric: Literal["reward", "accuracy"]) -> bool:
+    if metric == "accuracy":
+        return len({sample.reward_reason == "correct" for sample in samples}) > 1
+    return len({sample.training_reward for sample in samples}) > 1
+
+
+def merged(first: RolloutBatch, second: RolloutBatch) -> RolloutBatch:
+    """Both rounds of a step together."""
+    return RolloutBatch(
+        first.groups + second.groups, merge([first.metrics, second.metrics]), first.dropped + second.dropped
+    )
 
 
 def assign_advantages(rollout: RolloutBatch, advantage_fn: AdvantageFn) -> list[Sample]:
     """Set the advantage of every sample, group by group; the samples."""
-    for group in rollout.groups:
-        for sample, advantage in zip(group.samples, advantage_fn(group), strict=True):
+    for group, advantages in zip(rollout.groups, advantage_fn(rollout.groups), strict=True):
+        for sample, advantage in zip(group.samples, advantages, strict=True):
             sample.advantage = advantage
     return rollout.samples
 
 
 def _shuffle_rewards(samples: Sequence[Sample], seed: int) -> None:
-    rewards = [sample.reward for sample in samples]
-    random.Random(seed).shuffle(rewards)
-    for sample, reward in zip(samples, rewards, strict=True):
-        sample.reward = reward
+    verdicts = [(sample.reward, sample.reward_reason) for sample in samples]
+    random.Random(seed).shuffle(verdicts)
+    for sample, (reward, reason) in zip(samples, verdicts, strict=True):
+        sample.reward, sample.reward_reason = reward, reason
 
 
 def _rollout_metrics(rollout: RolloutBatch) -> dict[str, Metric]:

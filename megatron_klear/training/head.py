@@ -10,7 +10,7 @@ from megatron_klear.models.build import ModelStage
 from megatron_klear.parallel.broadcast import all_gather_columns
 from megatron_klear.parallel.topology import Groups
 from megatron_klear.types import MicroBatch, TokenStats
-from megatron_klear_kernels.linear_policy_loss.logprobs import Vocabulary, linear_logprobs
+from megatron_klear_kernels.linear_policy_loss.logprobs import EntropyMode, Vocabulary, linear_logprobs
 
 
 def loss_rows(micro_batch: MicroBatch) -> Tensor:
@@ -22,10 +22,13 @@ def loss_rows(micro_batch: MicroBatch) -> Tensor:
 class Head:
     """Output layer of the last stage. Log-probs are those of softmax(logits / temperature)."""
 
-    def __init__(self, stage: ModelStage, groups: Groups, *, temperature: float) -> None:
+    def __init__(
+        self, stage: ModelStage, groups: Groups, *, temperature: float, entropy_gradient: bool = False
+    ) -> None:
         self.stage = stage
         self.groups = groups
         self.temperature = temperature
+        self.entropy: EntropyMode = "gradient" if entropy_gradient else "value"
         self.vocabulary = Vocabulary(stage.vocab_start, stage.shape.vocab_size, groups.tensor)
 
     def _whole(self, hidden: Tensor) -> Tensor:
@@ -51,7 +54,7 @@ class Head:
             micro_batch.labels[rows],
             vocab=self.vocabulary,
             temperature=self.temperature,
-            with_entropy=True,
+            entropy=self.entropy,
         )
         zeros = torch.zeros(hidden.size(0), device=hidden.device)
         return TokenStats(zeros.index_copy(0, rows, logprobs), zeros.index_copy(0, rows, entropy))

@@ -12,7 +12,7 @@ import torch
 
 from megatron_klear.config.recipe import HealthConfig
 from megatron_klear.errors import TrainingError
-from megatron_klear.training.policy import Policy
+from megatron_klear.training.learner import Learner
 from megatron_klear.types import StepReport, TrainBatch
 
 # The first update of a step runs on the micro-batches and weights that gave the old log-probs. What remains is the
@@ -33,7 +33,10 @@ def check_first_update(metrics: Mapping[str, float]) -> None:
         "train/entropy": ("> 0", lambda v: v > 0),
     }
     wrong = [
-        f"{name} = {metrics[name]:.6g}, expected {rule}" for name, (rule, ok) in wanted.items() if not ok(metrics[name])
+        f"{name} = {metrics[name]:.6g}, expected {rule}"
+        for name, (rule, ok) in wanted.items()
+        # A loss of your own need not have ratios.
+        if name in metrics and not ok(metrics[name])
     ]
     if wrong:
         raise TrainingError(
@@ -55,23 +58,28 @@ def check_engine_agrees(abs_diff: float, config: HealthConfig) -> None:
 
 
 class NonFiniteGuard:
-    """Counts updates skipped for NaN or infinity, keeps what is needed to find out why, and gives up after K."""
+    """Counts updates skipped for NaN or infinity, keeps what is needed to find out why, and gives up after K.
 
-    def __init__(self, config: HealthConfig, folder: Path) -> None:
+    One a learner: a critic that is well must not hide a policy that is not. `loss` names the learner's loss.
+    """
+
+    def __init__(self, config: HealthConfig, folder: Path, *, loss: str = "train/loss") -> None:
         self.most = config.max_nonfinite_steps
         self.folder = folder
+        self.loss = loss
         self.in_a_row = 0
 
-    def check(self, step: int, report: StepReport, policy: Policy, batch: TrainBatch) -> None:
+    def check(self, step: int, report: StepReport, learner: Learner, batch: TrainBatch) -> None:
         """Call after every update, on every rank."""
         if not report.skipped:
             self.in_a_row = 0
             return
         self.in_a_row += 1
-        where = self._dump(step, policy, batch)
+        where = self._dump(step, learner, batch)
         message = (
-            f"step {step}: loss {report.metrics['train/loss']}, gradient norm {report.grad_norm}; update skipped."
-            f" First bad tensor: {_first_bad_tensor(policy)}. Batch saved to {where}"
+            f"step {step}: {self.loss.removeprefix('train/')} {report.metrics[self.loss]}, gradient norm"
+            f" {report.grad_norm}; update skipped. First bad tensor: {_first_bad_tensor(learner)}."
+            f" Batch saved to {where}"
         )
         if self.in_a_row > self.most:
             raise TrainingError(
@@ -79,16 +87,16 @@ class NonFiniteGuard:
             )
         warnings.warn(message, stacklevel=2)
 
-    def _dump(self, step: int, policy: Policy, batch: TrainBatch) -> Path:
+    def _dump(self, step: int, learner: Learner, batch: TrainBatch) -> Path:
         self.folder.mkdir(parents=True, exist_ok=True)
-        path = self.folder / f"step_{step}_rank_{policy.context.topology.rank}.pt"
+        path = self.folder / f"step_{step}_rank_{learner.context.topology.rank}.pt"
         torch.save([asdict(micro_batch) for micro_batch in batch.micro_batches], path)
         return path
 
 
-def _first_bad_tensor(policy: Policy) -> str:
+def _first_bad_tensor(learner: Learner) -> str:
     """Name of the first weight, else gradient, that is not finite, in the order of the model, on this rank."""
-    parameters = list(policy.stage.core.named_parameters())
+    parameters = list(learner.stage.core.named_parameters())
     # Weights first: one that is bad spoils the gradients of everything before it.
     for name, parameter in parameters:
         if not bool(parameter.isfinite().all()):

@@ -2,72 +2,70 @@
 
 from __future__ import annotations
 
-import itertools
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from megatron_klear.losses.policy import ClippedPolicyLoss
+from megatron_klear.losses.policy import ClippedLoss
+from megatron_klear.losses.terms import RlLoss
 from megatron_klear.parallel.broadcast import from_last_stage
+from megatron_klear.protocols import PolicyLoss
 from megatron_klear.report.record import SampleRecord
 from megatron_klear.training.run import MainSide, Run
-from megatron_klear.types import RolloutBatch, Sample, TrainBatch
-from megatron_klear_kernels.linear_policy_loss.coefficients import policy_coefficients
+from megatron_klear.types import MicroBatch, Sample, TrainBatch
+from megatron_klear_kernels.linear_policy_loss.coefficients import ClipRule
 
 SAMPLES_PER_STEP = 4
+# A loss of your own has no cells: its ratios are shown, and nothing counts as clipped.
+_NO_CLIP = ClippedLoss(ClipRule(eps_low=None, eps_high=float("inf")))
 
 
 def record_samples(
-    run: Run, step: int, batch: TrainBatch, logprobs: list[Tensor], rollout: RolloutBatch, loss: ClippedPolicyLoss
+    run: Run, step: int, batch: TrainBatch, logprobs: list[Tensor], samples: Sequence[Sample], loss: PolicyLoss
 ) -> None:
-    """Record a few samples of this rank's first micro-batch. A collective along the pipeline."""
+    """Record a few samples of this rank's first micro-batch. A collective along the pipeline.
+
+    `samples` are those of the update, in packing order, on rank 0.
+    """
     first = batch.micro_batches[0]
-    rows = torch.stack((first.old_logprobs, logprobs[0])) if logprobs else None
-    old, current = from_last_stage(rows, (2, first.token_ids.numel()), run.context).cpu()
+    policy = loss.policy if isinstance(loss, RlLoss) else _NO_CLIP
+    seen = _seen(first, logprobs[0], policy) if logprobs else None
+    rows = from_last_stage(seen, (5, first.token_ids.numel()), run.context).cpu()
     if run.main is None:
         return
-    by_tokens: dict[tuple[int, ...], list[Sample]] = {}
-    for sample in rollout.samples:
-        by_tokens.setdefault(tuple(sample.token_ids), []).append(sample)
-    chosen: list[tuple[Sample, int]] = []
-    starts = first.cu_seqlens.tolist()
-    for begin, end in itertools.pairwise(starts):
-        # Sequences are found again by their tokens; padding sequences are nobody's. Twins have the same numbers.
-        twins = by_tokens.get(tuple(first.token_ids[begin:end].tolist()))
-        if twins:
-            chosen.append((twins.pop(), begin))
-    chosen.sort(key=lambda pair: pair[0].sample_id)
+    index, starts = first.sample_index.tolist(), first.cu_seqlens.tolist()
+    chosen = [(samples[number], begin) for number, begin in zip(index, starts[:-1], strict=True) if number >= 0]
     spread = chosen[:: max(1, len(chosen) // SAMPLES_PER_STEP)][:SAMPLES_PER_STEP]
-    records = [_record(run.main, sample, old[begin:], current[begin:], loss) for sample, begin in spread]
-    run.main.recorder.log_samples(step, records)
+    run.main.recorder.log_samples(step, [_record(run.main, one, rows[:, begin:]) for one, begin in spread])
 
 
-def _record(main: MainSide, sample: Sample, old: Tensor, current: Tensor, loss: ClippedPolicyLoss) -> SampleRecord:
-    """`old` and `current` start at the sample's first position."""
+def _seen(micro_batch: MicroBatch, current: Tensor, policy: ClippedLoss) -> Tensor:
+    """[5, T] current log-prob, ratio, clipped low, clipped high, advantage."""
+    c = policy.coefficients(current, micro_batch)
+    return torch.stack((current, c.ratio, c.clipped_low.float(), c.clipped_high.float(), micro_batch.advantages))
+
+
+def _record(main: MainSide, sample: Sample, rows: Tensor) -> SampleRecord:
+    """`rows` [5, ...] start at the sample's first position. With GAE the advantage shown is the tokens' mean."""
     first = len(sample.prompt.token_ids) - 1
-    own = slice(first, first + len(sample.response_ids))
-    coefficients = policy_coefficients(
-        current[own] - old[own],
-        torch.full((len(sample.response_ids),), sample.advantage),
-        eps_low=loss.eps_low,
-        eps_high=loss.eps_high,
-        keep_low=loss.keep,
-        keep_high=loss.keep,
-    )
-    flags = zip(coefficients.clipped_low.tolist(), coefficients.clipped_high.tolist(), strict=True)
+    current, ratios, low, high, advantages = rows[:, first : first + len(sample.response_ids)].tolist()
+    decode = main.tokenizer.decode
     return SampleRecord(
         sample_id=sample.sample_id,
-        prompt=main.tokenizer.decode(sample.prompt.token_ids),
-        response=main.tokenizer.decode(sample.response_ids),
+        prompt=decode(sample.prompt.token_ids),
+        response=decode(sample.response_ids),
         answer=sample.prompt.answer,
         reward=sample.reward,
         reason=sample.reward_reason,
-        advantage=sample.advantage,
-        tokens=tuple(main.tokenizer.decode([token]) for token in sample.response_ids),
+        advantage=sum(advantages) / len(advantages),
+        tokens=tuple(decode([token]) for token in sample.response_ids),
         rollout_logprobs=tuple(sample.rollout_logprobs[first + 1 :]),
-        current_logprobs=tuple(current[own].tolist()),
-        ratios=tuple(coefficients.ratio.tolist()),
-        cells=tuple("clipped_low" if low else "clipped_high" if high else "in_range" for low, high in flags),
+        current_logprobs=tuple(current),
+        ratios=tuple(ratios),
+        cells=tuple(
+            "clipped_low" if a else "clipped_high" if b else "in_range" for a, b in zip(low, high, strict=True)
+        ),
         truncated=sample.stop_reason == "length",
         weight_version=sample.weight_version_max if sample.weight_version_max is not None else -1,
     )

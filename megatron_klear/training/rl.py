@@ -3,26 +3,39 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from tqdm import tqdm
 
+from megatron_klear.config.loss import UserLossConfig
 from megatron_klear.config.recipe import RlRecipe
+from megatron_klear.data.aggregation import Aggregation
 from megatron_klear.data.packing import pack, split_updates
 from megatron_klear.data.prompts import ItemStream
-from megatron_klear.losses.advantages import GroupAdvantage
-from megatron_klear.losses.policy import build_policy_loss, token_mean
-from megatron_klear.metrics import Metric, merge, results
-from megatron_klear.parallel.broadcast import reduce_metrics
-from megatron_klear.rollout.sampler import SamplingPlan, assign_advantages, sample, score, select
+from megatron_klear.losses.advantages import build_advantage
+from megatron_klear.losses.registry import build_loss
+from megatron_klear.metrics import results
+from megatron_klear.rollout.replay import load_rollout, save_rollout
+from megatron_klear.rollout.sampler import (
+    SamplingPlan,
+    SelectionContext,
+    assign_advantages,
+    merged,
+    sample,
+    score,
+    select,
+)
+from megatron_klear.training.annotate import annotate
 from megatron_klear.training.command import recipe_of
+from megatron_klear.training.companions import build_companions
+from megatron_klear.training.credit import gae_advantages, penalised_advantages
 from megatron_klear.training.evaluate import readable_prompts
 from megatron_klear.training.health import ConstantRewardAlarm, check_engine_agrees, check_first_update
 from megatron_klear.training.observe import record_samples
-from megatron_klear.training.policy import Policy
+from megatron_klear.training.policy import HeadSettings
 from megatron_klear.training.run import Run, loop, open_run, pack_spec, restore_stream
-from megatron_klear.types import Prompt, RolloutBatch, StepReport, TrainBatch
+from megatron_klear.types import Prompt, RolloutBatch, Sample, StepReport, TrainBatch
 
 LINE = (
     "rollout/reward",
@@ -49,6 +62,15 @@ class PromptSource:
         return [self.prompts[i] for i in self.stream.next(count)]
 
 
+@dataclass(frozen=True, slots=True)
+class StepPlan:
+    """Rank 0's half of a step: the rollout, the samples of each update, and their batches (one a replica)."""
+
+    rollout: RolloutBatch = RolloutBatch(())  # noqa: RUF009  frozen
+    updates: Sequence[Sequence[Sample]] = ()
+    batches: Sequence[Sequence[TrainBatch]] = ()
+
+
 class RlTrainer:
     """The parts of a recipe that a step uses, built once."""
 
@@ -56,57 +78,110 @@ class RlTrainer:
         self.run = run
         self.recipe = recipe
         self.source = _load_prompts(run, recipe)
-        self.loss = build_policy_loss(recipe.loss)
-        self.advantage = GroupAdvantage(recipe.advantage)
+        self.loss = build_loss(recipe.loss, recipe.kl)
+        self.advantage = build_advantage(recipe.advantage)
+        self.companions = build_companions(run, recipe)
+        self.aggregation = Aggregation(recipe.loss.loss_agg_mode, recipe.loss.loss_scale_factor)
         self.alarm = ConstantRewardAlarm(recipe.health)
         self.checked = False
 
     def rl_step(self, step: int) -> dict[str, float]:
         """Sample, score, select, pack on rank 0; train on every rank; bring the engine up to date."""
-        run, recipe, clock = self.run, self.recipe, _Clock()
-        updates, rollout = None, RolloutBatch(())
-        if run.main is not None and self.source is not None and run.main.reward_fn is not None:
-            prompts = self.source.next(recipe.rollout.rollout_batch_size)
-            rollout = sample(run.main.engine, prompts, self._plan(step))
-            rollout = score(rollout, run.main.reward_fn, run.main.tokenizer.decode_response)
-            rollout = select(rollout, recipe.selection, seed=recipe.run.seed + step)
-            samples = assign_advantages(rollout, self.advantage)
-            parts = split_updates(samples, recipe.batch.global_batch_size) if samples else []
-            updates = [pack(part, pack_spec(run), sft_loss_coef=recipe.loss.sft_loss_coef) for part in parts]
+        run, clock = self.run, _Clock()
+        plan = self._plan(step) if run.main is not None else StepPlan()
         clock.lap("rollout_time")
-        batches = run.distribute(updates)
-        metrics = annotate(batches, run.policy)
+        batches = run.distribute(plan.batches if run.main is not None else None)
+        metrics = annotate(batches, self.companions.annotators(run.policy, self.recipe.correction))
         if batches:
-            check_engine_agrees(metrics["train/train_rollout_logprob_abs_diff"], recipe.health)
-        clock.lap("old_logprobs_time")
-        reports = [self._update(step, batch, rollout, last=batch is batches[-1]) for batch in batches]
+            check_engine_agrees(metrics["train/train_rollout_logprob_abs_diff"], self.recipe.health)
+        self._assign_credit(batches, plan)
+        clock.lap("annotate_time")
+        reports = [self._update(step, batch, plan, last=batch is batches[-1]) for batch in batches]
         clock.lap("train_time")
         run.push_weights()
+        self.companions.after_step(step, run.policy.stage)
         clock.lap("update_weights_time")
-        return self._metrics(rollout, reports, metrics) | clock.laps
+        return self._metrics(plan.rollout, reports, metrics) | clock.laps
 
-    def _update(self, step: int, batch: TrainBatch, rollout: RolloutBatch, *, last: bool) -> StepReport:
+    def _plan(self, step: int) -> StepPlan:
+        """Rank 0's half of a step: groups with rewards and advantages, and what every update will see."""
+        debug = self.recipe.debug
+        if debug.load_rollout_data is not None:
+            rollout = load_rollout(debug.load_rollout_data, step)
+        else:
+            rollout = self._sample(step)
+        if debug.save_rollout_data is not None:
+            save_rollout(debug.save_rollout_data, step, rollout)
+        if self.advantage is not None:
+            assign_advantages(rollout, self.advantage)
+        if debug.rollout_only or not rollout.samples:
+            return StepPlan(rollout)
+        updates = split_updates(rollout.samples, self.recipe.batch.global_batch_size)
+        spec, alpha = pack_spec(self.run), self.recipe.loss.sft_loss_coef
+        batches = [pack(part, spec, sft_loss_coef=alpha, aggregation=self.aggregation) for part in updates]
+        return StepPlan(rollout, updates, batches)
+
+    def _sample(self, step: int) -> RolloutBatch:
+        """Groups that can teach something: sampled, scored, selected, and refilled as often as the recipe allows."""
+        run, recipe = self.run, self.recipe
+        assert run.main is not None and run.main.reward_fn is not None and self.source is not None
+        rollout = RolloutBatch(())
+        limits = SelectionContext(
+            run.policy.version, recipe.rollout.rollout_max_response_len, seed=recipe.run.seed + step
+        )
+        for number in range(1 + recipe.selection.max_resample_rounds):
+            missing = recipe.rollout.rollout_batch_size - len(rollout.groups)
+            if missing == 0:
+                break
+            drawn = sample(run.main.engine, self.source.next(missing), self._sampling(step, number))
+            scored = score(drawn, run.main.reward_fn, run.main.tokenizer.decode_response)
+            rollout = merged(rollout, select(scored, recipe.selection, limits))
+        return rollout
+
+    def _sampling(self, step: int, number: int) -> SamplingPlan:
+        rollout = self.recipe.rollout
+        assert self.run.main is not None
+        return SamplingPlan(
+            rollout.n_samples_per_prompt,
+            rollout.rollout_max_response_len,
+            rollout.rollout_temperature,
+            self.run.main.tokenizer.stop_token_ids,
+            seed=self.recipe.run.seed,
+            step=step,
+            round=number,
+        )
+
+    def _assign_credit(self, batches: list[TrainBatch], plan: StepPlan) -> None:
+        """Advantages that need the critic or the reference; the others are in the batches already."""
+        kl = self.recipe.kl if self.recipe.kl.kl_coef > 0 and self.recipe.kl.kl_in == "reward" else None
+        if not batches:
+            return
+        if self.advantage is None:
+            assert self.recipe.critic is not None
+            gae_advantages(batches, self.recipe.critic, kl, self.run.context)
+        elif kl is not None:
+            penalised_advantages(
+                batches,
+                plan.rollout.groups,
+                plan.updates,
+                kl=kl,
+                advantage_fn=self.advantage,
+                context=self.run.context,
+            )
+
+    def _update(self, step: int, batch: TrainBatch, plan: StepPlan, *, last: bool) -> StepReport:
         run = self.run
+        critic = self.companions.update_critic(step, batch)
+        if critic is not None and step <= self.companions.critic_warmup_steps:
+            return critic
         outcome = run.policy.update(batch, self.loss)
         run.guard.check(step, outcome.report, run.policy, batch)
         if not self.checked and not outcome.report.skipped:
             check_first_update(outcome.report.metrics)
             self.checked = True
         if last:
-            record_samples(run, step, batch, outcome.logprobs, rollout, self.loss)
-        return outcome.report
-
-    def _plan(self, step: int) -> SamplingPlan:
-        run, rollout = self.run, self.recipe.rollout
-        assert run.main is not None
-        return SamplingPlan(
-            rollout.n_samples_per_prompt,
-            rollout.rollout_max_response_len,
-            rollout.rollout_temperature,
-            run.main.tokenizer.stop_token_ids,
-            seed=self.recipe.run.seed,
-            step=step,
-        )
+            record_samples(run, step, batch, outcome.logprobs, plan.updates[-1] if plan.updates else (), self.loss)
+        return outcome.report if critic is None else outcome.report.joined(critic)
 
     def _metrics(
         self, rollout: RolloutBatch, reports: list[StepReport], annotated: Mapping[str, float]
@@ -122,19 +197,6 @@ class RlTrainer:
             numbers["train/grad_norm"] = sum(report.grad_norm for report in reports) / len(reports)
             numbers["train/lr"] = reports[-1].lr
         return numbers | {"train/num_updates": float(len(reports))}
-
-
-def annotate(batches: list[TrainBatch], policy: Policy) -> dict[str, float]:
-    """Set `old_logprobs` from the starting policy, on the micro-batches that `update` will use; engine disagreement."""
-    parts: list[dict[str, Metric]] = []
-    for batch in batches:
-        stats = policy.stats(batch)
-        for micro_batch, one in zip(batch.micro_batches if stats else [], stats, strict=True):
-            micro_batch.old_logprobs = one.logprobs
-            difference = (one.logprobs - micro_batch.rollout_logprobs).abs()
-            mask = micro_batch.token_scale != 0
-            parts.append({"train/train_rollout_logprob_abs_diff": token_mean(difference, mask)})
-    return reduce_metrics(merge(parts), policy.context) if batches else {}
 
 
 class _Clock:
@@ -163,7 +225,10 @@ def _load_prompts(run: Run, recipe: RlRecipe) -> PromptSource | None:
 def train(recipe: RlRecipe) -> None:
     """Run a recipe to its end, on every rank."""
     decay_iters = recipe.optimizer.lr_decay_iters or 1
-    with open_run(recipe, decay_iters=decay_iters, temperature=recipe.rollout.rollout_temperature) as run:
+    # A loss of your own may use the entropy; without a gradient it would do so in vain.
+    bonus = isinstance(recipe.loss, UserLossConfig) or recipe.loss.entropy_coef > 0
+    head = HeadSettings(recipe.rollout.rollout_temperature, entropy_gradient=bonus)
+    with open_run(recipe, decay_iters=decay_iters, head=head) as run:
         trainer = RlTrainer(run, recipe)
         run.push_weights()
 

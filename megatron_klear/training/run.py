@@ -14,7 +14,7 @@ import torch
 from tqdm import tqdm
 
 from megatron_klear.checkpoint.hf import HfExport, HfWriter, open_folder
-from megatron_klear.checkpoint.store import CheckpointStore, latest_step
+from megatron_klear.checkpoint.store import TRACKER, CheckpointStore, latest_step
 from megatron_klear.config.load import dump_recipe
 from megatron_klear.config.model import Qwen3Shape, read_shape
 from megatron_klear.config.recipe import RewardConfig, RlRecipe, SftRecipe
@@ -35,11 +35,14 @@ from megatron_klear.rewards.registry import build_reward
 from megatron_klear.rollout.embedded import EmbeddedEngine
 from megatron_klear.training.evaluate import Evaluator, load_evaluator
 from megatron_klear.training.health import NonFiniteGuard
-from megatron_klear.training.policy import Policy, PolicySettings, build_policy
+from megatron_klear.training.learner import LearnerSettings
+from megatron_klear.training.policy import HeadSettings, Policy, build_policy
 from megatron_klear.types import TrainBatch
 from megatron_klear.weight_sync.inprocess import InProcessSync
 
 RECIPE_FILE = "recipe.yaml"
+# Checkpoints of the models beside the policy, in folders beside its own.
+CRITIC_FOLDER, REFERENCE_FOLDER = "critic", "reference"
 _OUTPUTS = (RECIPE_FILE, "metrics.jsonl", "samples.jsonl", "tensorboard", "nonfinite", "curves.png", "report.html")
 
 
@@ -68,6 +71,8 @@ class Run:
     main: MainSide | None
     resumed: dict[str, Any] = field(default_factory=dict)
     """`common` state of the checkpoint that this run goes on from; empty for a fresh run."""
+    before_save: list[Callable[[int], None]] = field(default_factory=list)
+    """Called with the step before the policy is saved: what must be on disk when the tracker moves. Collectives."""
 
     @property
     def start_step(self) -> int:
@@ -99,6 +104,8 @@ class Run:
     def save(self, step: int, stream: Mapping[str, int] | None) -> None:
         """Write a checkpoint of this step. `stream` is the data cursor, known on rank 0."""
         started = time.perf_counter()
+        for save_companion in self.before_save:
+            save_companion(step)
         cursor = {} if stream is None else {f"stream/{key}": value for key, value in stream.items()}
         common = {"step": step, "version": self.policy.version, **self._same_everywhere(cursor)}
         folder = self.store.save(step, self.policy.stage, self.policy.optimizer, common)
@@ -144,7 +151,12 @@ STREAM_KEYS = ("stream/num_items", "stream/seed", "stream/epoch", "stream/positi
 
 
 @contextlib.contextmanager
-def open_run(recipe: SftRecipe | RlRecipe, *, decay_iters: int, temperature: float = 1.0) -> Iterator[Run]:
+def open_run(
+    recipe: SftRecipe | RlRecipe,
+    *,
+    decay_iters: int,
+    head: HeadSettings = HeadSettings(),  # noqa: B008  frozen
+) -> Iterator[Run]:
     """Everything a loop needs, on every rank. Resumes where the recipe says so."""
     shape = read_shape(recipe.model.hf_checkpoint)
     save_dir = Path(recipe.checkpoint.save or Path(recipe.run.output_dir) / "checkpoints")
@@ -155,14 +167,10 @@ def open_run(recipe: SftRecipe | RlRecipe, *, decay_iters: int, temperature: flo
         # Nobody reads the folder before rank 0 has put it in order.
         broadcast_number(0, context)
         store = CheckpointStore(save_dir, context)
-        settings = PolicySettings(
-            recipe.parallel,
-            recipe.optimizer,
-            recipe.model.params_dtype,
-            decay_iters=decay_iters,
-            temperature=temperature,
+        settings = LearnerSettings(
+            recipe.parallel, recipe.optimizer, recipe.model.params_dtype, decay_iters=decay_iters
         )
-        policy = build_policy(shape, _filler(recipe, shape, context), context, settings)
+        policy = build_policy(shape, _filler(recipe, shape, context), context, settings, head)
         resumed: dict[str, Any] = {}
         if recipe.checkpoint.resume:
             resumed = store.load(policy.stage, policy.optimizer)
@@ -178,7 +186,9 @@ def open_run(recipe: SftRecipe | RlRecipe, *, decay_iters: int, temperature: flo
 def _guard_folders(recipe: SftRecipe | RlRecipe, save_dir: Path) -> None:
     """Refuse to mix two runs in one folder; clear it where the recipe asks for that."""
     output = Path(recipe.run.output_dir)
-    found = [output / name for name in _OUTPUTS if (output / name).exists()] + sorted(save_dir.glob("iter_*"))
+    stores = [save_dir, save_dir / CRITIC_FOLDER, save_dir / REFERENCE_FOLDER]
+    found = [output / name for name in _OUTPUTS if (output / name).exists()]
+    found += [path for store in stores for path in sorted(store.glob("iter_*"))]
     if recipe.checkpoint.resume:
         if latest_step(save_dir) is None:
             raise CheckpointError(
@@ -193,7 +203,8 @@ def _guard_folders(recipe: SftRecipe | RlRecipe, save_dir: Path) -> None:
     elif found:
         for path in found:
             shutil.rmtree(path) if path.is_dir() else path.unlink()
-        (save_dir / "latest_checkpointed_iteration.txt").unlink(missing_ok=True)
+        for store in stores:
+            (store / TRACKER).unlink(missing_ok=True)
     output.mkdir(parents=True, exist_ok=True)
 
 

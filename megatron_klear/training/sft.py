@@ -10,7 +10,7 @@ from megatron_klear.config.recipe import SftRecipe
 from megatron_klear.data.packing import pack
 from megatron_klear.data.prompts import ItemStream
 from megatron_klear.data.sft import SftSet, load_sft
-from megatron_klear.losses.policy import SftLoss
+from megatron_klear.losses.terms import SftLoss
 from megatron_klear.training.command import recipe_of
 from megatron_klear.training.run import Run, loop, open_run, pack_spec, restore_stream
 

@@ -59,8 +59,8 @@ RESTRICTIONS = (
     ),
     Restriction(
         ("importlib.import_module", "builtins.__import__"),
-        ("megatron_klear.cli", "megatron_klear.rewards"),
-        "modules are loaded by name only for the command table and for a recipe's own reward",
+        ("megatron_klear.cli", "megatron_klear.rewards", "megatron_klear.losses.registry"),
+        "modules are loaded by name only for the command table and for a recipe's own reward or loss",
     ),
 )
 

@@ -10,11 +10,12 @@ from pathlib import Path
 import torch
 
 from dist.world import Arrays, Layout, World, exported, gppo, gradients, ragged_samples, random_fill, tiny, world
+from megatron_klear.config.loss import CorrectionConfig
 from megatron_klear.config.recipe import HealthConfig, OptimizerConfig
 from megatron_klear.errors import TrainingError
+from megatron_klear.training.annotate import Annotators, annotate
 from megatron_klear.training.health import NonFiniteGuard
 from megatron_klear.training.policy import Policy
-from megatron_klear.training.rl import annotate
 from megatron_klear.types import StepReport, TrainBatch
 
 MOVING = OptimizerConfig(lr=1e-2)
@@ -47,7 +48,7 @@ def first_update(rank: int, world_size: int, layout: Layout, dtype: str) -> tupl
     with world(layout) as here:
         policy = here.policy(tiny(False), optimizer=MOVING, dtype=dtype)
         batch = here.batch(ragged_samples(), BUDGET)
-        annotate([batch], policy)
+        annotate([batch], Annotators(policy, CorrectionConfig()))
         return tuple(policy.update(batch, gppo()).report.metrics for _ in range(2))  # type: ignore[return-value]
 
 
@@ -125,7 +126,7 @@ def one_sample(rank: int, world_size: int, layout: Layout) -> tuple[int, StepRep
     with world(layout) as here:
         policy = here.policy(tiny(True), random_fill(tiny(True)), optimizer=MOVING, sharded_optimizer=False)
         batch = here.batch(ragged_samples()[:1], BUDGET)
-        annotate([batch], policy)
+        annotate([batch], Annotators(policy, CorrectionConfig()))
         report = policy.update(batch, gppo()).report
         trained = sum(int((micro_batch.token_scale != 0).any()) for micro_batch in batch.micro_batches)
         return trained, report, gradients(policy)

@@ -13,15 +13,19 @@ import torch
 from torch import Tensor
 
 from helpers.tiny_qwen3 import random_tensors, tiny_shape
+from megatron_klear.config.loss import GppoLossConfig, KlConfig
 from megatron_klear.config.model import Qwen3Shape
 from megatron_klear.config.recipe import OptimizerConfig, ParallelConfig
+from megatron_klear.data.aggregation import Aggregation
 from megatron_klear.data.packing import PackSpec, pack
-from megatron_klear.losses.policy import ClippedPolicyLoss
+from megatron_klear.losses.registry import build_loss
 from megatron_klear.models.build import ModelStage
 from megatron_klear.models.hf_bridge import import_weights
 from megatron_klear.models.qwen3.hf_map import qwen3_table
 from megatron_klear.parallel.topology import ParallelContext, parallel_context
-from megatron_klear.training.policy import Policy, PolicySettings, build_policy
+from megatron_klear.protocols import PolicyLoss
+from megatron_klear.training.learner import Learner, LearnerSettings
+from megatron_klear.training.policy import HeadSettings, Policy, build_policy
 from megatron_klear.types import Prompt, Sample, TrainBatch
 
 Arrays = dict[str, np.ndarray]
@@ -75,14 +79,26 @@ class World:
         sharded_optimizer: bool = True,
     ) -> Policy:
         """A policy with random weights, the same in every layout, or with what `fill` sets."""
-        parallel = self.layout.config(sharded_optimizer=sharded_optimizer)
-        settings = PolicySettings(parallel, optimizer, dtype, temperature=TEMPERATURE)
-        return build_policy(shape, fill or random_fill(shape), self.context, settings)
+        settings = self.settings(optimizer, dtype=dtype, sharded_optimizer=sharded_optimizer)
+        return build_policy(shape, fill or random_fill(shape), self.context, settings, HeadSettings(TEMPERATURE))
 
-    def batch(self, samples: Sequence[Sample], max_tokens: int, *, sft_loss_coef: float = 0.1) -> TrainBatch:
+    def settings(
+        self, optimizer: OptimizerConfig, *, dtype: str = "float32", sharded_optimizer: bool = True
+    ) -> LearnerSettings:
+        return LearnerSettings(self.layout.config(sharded_optimizer=sharded_optimizer), optimizer, dtype)
+
+    def batch(
+        self,
+        samples: Sequence[Sample],
+        max_tokens: int,
+        *,
+        sft_loss_coef: float = 0.1,
+        aggregation: Aggregation = Aggregation(),  # noqa: B008  frozen
+    ) -> TrainBatch:
         """This rank's part; old log-probs are the samples' rollout log-probs, so that ratios differ from 1."""
         spec = PackSpec(self.layout.dp, max_tokens, self.layout.tp if self.layout.sp else 1)
-        batch = pack(samples, spec, sft_loss_coef=sft_loss_coef)[self.context.topology.data_rank]
+        batches = pack(samples, spec, sft_loss_coef=sft_loss_coef, aggregation=aggregation)
+        batch = batches[self.context.topology.data_rank]
         for micro_batch in batch.micro_batches:
             micro_batch.old_logprobs = micro_batch.rollout_logprobs
         return batch
@@ -99,8 +115,8 @@ def random_fill(shape: Qwen3Shape, seed: int = 0) -> Callable[[ModelStage], None
     return lambda stage: import_weights(stage, qwen3_table(shape), lambda name: tensors[name])
 
 
-def gppo() -> ClippedPolicyLoss:
-    return ClippedPolicyLoss(eps_low=0.2, eps_high=0.28, keep=1.0)
+def gppo() -> PolicyLoss:
+    return build_loss(GppoLossConfig(type="gppo"), KlConfig())
 
 
 def ragged_samples(vocab_size: int = 61) -> list[Sample]:
@@ -148,17 +164,20 @@ def gradients(policy: Policy) -> Arrays:
     return found
 
 
-def by_sample(policy: Policy, batch: TrainBatch, rows: Sequence[Tensor], samples: Sequence[Sample]) -> Arrays:
-    """Rows of per-token numbers cut into samples (their response positions); on one rank a replica, else empty."""
-    topology = policy.context.topology
-    if not topology.is_last_stage or topology.tensor_rank != 0:
+def by_sample(learner: Learner, batch: TrainBatch, rows: Sequence[Tensor], samples: Sequence[Sample]) -> Arrays:
+    return rows_by_sample(learner.context, batch, rows, samples)
+
+
+def rows_by_sample(
+    context: ParallelContext, batch: TrainBatch, rows: Sequence[Tensor], samples: Sequence[Sample]
+) -> Arrays:
+    """Rows of per-token numbers cut into samples; on one last-stage rank a replica, else empty."""
+    if not context.topology.is_last_stage or context.topology.tensor_rank != 0:
         return {}
-    names = {tuple(sample.token_ids): sample.sample_id for sample in samples}
     found = {}
     for micro_batch, row in zip(batch.micro_batches, rows, strict=True):
-        starts = micro_batch.cu_seqlens.tolist()
-        for begin, end in itertools.pairwise(starts):
-            name = names.get(tuple(micro_batch.token_ids[begin:end].tolist()))
-            if name is not None:
-                found[name] = to_array(row[begin:end])
+        starts = itertools.pairwise(micro_batch.cu_seqlens.tolist())
+        for index, (begin, end) in zip(micro_batch.sample_index.tolist(), starts, strict=True):
+            if index >= 0:
+                found[samples[index].sample_id] = to_array(row[begin:end])
     return found

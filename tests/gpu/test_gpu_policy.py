@@ -6,15 +6,17 @@ import pytest
 import torch
 
 from helpers.tiny_qwen3 import random_tensors, tiny_shape
-from megatron_klear.config.recipe import GppoLossConfig, OptimizerConfig, ParallelConfig
+from megatron_klear.config.loss import GppoLossConfig, KlConfig
+from megatron_klear.config.recipe import OptimizerConfig, ParallelConfig
 from megatron_klear.data.packing import PackSpec, flatten, pack, unflatten
-from megatron_klear.losses.policy import build_policy_loss
+from megatron_klear.losses.registry import build_loss
 from megatron_klear.models.build import ModelStage
 from megatron_klear.models.hf_bridge import import_weights
 from megatron_klear.models.qwen3.hf_map import qwen3_table
 from megatron_klear.parallel.topology import parallel_context
 from megatron_klear.rollout.embedded import EmbeddedEngine
-from megatron_klear.training.policy import PolicySettings, build_policy
+from megatron_klear.training.learner import LearnerSettings
+from megatron_klear.training.policy import build_policy
 from megatron_klear.types import GenerationRequest, Prompt, Sample
 from megatron_klear_kernels.linear_policy_loss.logprobs import Vocabulary, linear_logprobs
 
@@ -27,7 +29,7 @@ def test_logprobs_on_cuda_are_those_of_float64() -> None:
     weight = torch.randn(1001, 64, generator=generator)
     targets = torch.randint(0, 1001, (300,), generator=generator)
     logprobs, entropy = linear_logprobs(
-        hidden.cuda(), weight.cuda(), targets.cuda(), vocab=Vocabulary(0, 1001), with_entropy=True
+        hidden.cuda(), weight.cuda(), targets.cuda(), vocab=Vocabulary(0, 1001), entropy="value"
     )
     wanted = (hidden.double() @ weight.double().t()).log_softmax(-1)
     torch.testing.assert_close(logprobs.cpu().double(), wanted.gather(1, targets[:, None])[:, 0], atol=1e-3, rtol=0)
@@ -45,7 +47,7 @@ def test_a_policy_samples_and_updates_on_cuda(dtype: str) -> None:
     parallel = ParallelConfig()
     with parallel_context(parallel) as context:
         assert context.device.kind == "cuda"
-        policy = build_policy(shape, fill, context, PolicySettings(parallel, OptimizerConfig(lr=1e-3), dtype))
+        policy = build_policy(shape, fill, context, LearnerSettings(parallel, OptimizerConfig(lr=1e-3), dtype))
         engine = EmbeddedEngine(shape, max_running_requests=4)
         engine.load_weights(policy.export_weights(), 0)
         requests = [GenerationRequest(str(i), (1, 2, 3 + i), 8, seed=i) for i in range(8)]
@@ -63,7 +65,7 @@ def test_a_policy_samples_and_updates_on_cuda(dtype: str) -> None:
             mask = micro_batch.token_scale != 0
             difference = (stats.logprobs - micro_batch.rollout_logprobs)[mask].abs().mean()
             assert float(difference) < (1e-3 if dtype == "float32" else 0.1)
-        first = policy.update(batch, build_policy_loss(GppoLossConfig(type="gppo"))).report
-        second = policy.update(batch, build_policy_loss(GppoLossConfig(type="gppo"))).report
+        loss = build_loss(GppoLossConfig(type="gppo"), KlConfig())
+        first, second = policy.update(batch, loss).report, policy.update(batch, loss).report
         assert first.metrics["train/ratio_deviation_max"] < 1e-3
         assert second.metrics["train/loss"] < first.metrics["train/loss"]

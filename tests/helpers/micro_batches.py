@@ -27,15 +27,21 @@ def micro_batch_of_lengths(lengths: Sequence[int], *, token_ids: Tensor | None =
         nll_scale=zeros,
         advantages=zeros,
         rollout_logprobs=zeros,
-        old_logprobs=zeros,
+        sample_index=torch.arange(len(lengths)),
+        rewards=torch.zeros(len(lengths)),
     )
 
 
 def loss_micro_batch(
-    *, token_scale: Tensor, advantages: Tensor, old_logprobs: Tensor, nll_scale: Tensor | None = None
+    *,
+    token_scale: Tensor,
+    advantages: Tensor,
+    old_logprobs: Tensor,
+    nll_scale: Tensor | None = None,
+    lengths: Sequence[int] | None = None,
 ) -> MicroBatch:
-    """One sequence with these loss rows [T], kept in the dtype they come in (float64 for closed forms)."""
-    batch = micro_batch_of_lengths([token_scale.numel()])
+    """Sequences (one if no lengths are given) with these loss rows [T], kept in the dtype they come in."""
+    batch = micro_batch_of_lengths([token_scale.numel()] if lengths is None else lengths)
     batch.token_scale, batch.advantages, batch.old_logprobs = token_scale, advantages, old_logprobs
     batch.nll_scale = torch.zeros_like(token_scale) if nll_scale is None else nll_scale
     return batch

@@ -20,3 +20,8 @@ def lottery_of_failures(request: RewardRequest) -> float:
     if len(request.response) % 2:
         raise ValueError("odd length")
     return length_reward(request)
+
+
+def half_of_the_prompts(request: RewardRequest) -> float:
+    """Something to learn only where the answer is odd."""
+    return length_reward(request) if int(request.prompt.answer) % 2 else equal_reward(request)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
-from megatron_klear.types import Prompt, RolloutBatch, Sample, SampleGroup, StopReason, Topology
+from helpers.micro_batches import micro_batch_of_lengths
+from megatron_klear.types import Prompt, RolloutBatch, Sample, SampleGroup, StepReport, StopReason, Topology
 
 PROMPT = Prompt("p", (5, 6))
 
@@ -70,3 +72,25 @@ def test_stages_know_their_ends(rank: int, first: bool, last: bool) -> None:
 
 def test_one_stage_is_both_ends() -> None:
     assert Topology().is_first_stage and Topology().is_last_stage
+
+
+def test_a_penalty_changes_what_advantages_see_and_not_what_the_reward_said() -> None:
+    sample = Sample("s", PROMPT, reward=1.0)
+    assert sample.training_reward == 1.0
+    sample.shaped_reward = 0.0
+    assert (sample.training_reward, sample.reward) == (0.0, 1.0)
+    assert Sample("s", PROMPT).training_reward is None
+
+
+def test_a_micro_batch_starts_without_annotations_and_with_policy_weights_of_one() -> None:
+    batch = micro_batch_of_lengths([3, 2])
+    for row in (batch.old_logprobs, batch.old_entropy, batch.reference_logprobs, batch.values, batch.returns):
+        assert torch.equal(row, torch.zeros(5))
+    assert torch.equal(batch.policy_weights, torch.ones(5))
+
+
+def test_a_joined_report_keeps_its_own_numbers() -> None:
+    policy = StepReport({"train/loss": 1.0, "both": 1.0}, grad_norm=2.0, lr=3.0)
+    critic = StepReport({"critic/loss": 4.0, "both": 9.0}, grad_norm=5.0, lr=6.0, skipped=True)
+    joined = policy.joined(critic)
+    assert joined == StepReport({"train/loss": 1.0, "both": 1.0, "critic/loss": 4.0}, 2.0, 3.0, skipped=False)

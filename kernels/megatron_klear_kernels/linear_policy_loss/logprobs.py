@@ -11,7 +11,9 @@ The shifted form of the entropy keeps its accuracy however large a common offset
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 import torch.distributed as dist
@@ -71,52 +73,75 @@ def _chunk_statistics(
     return logprob, log_sum - sums[1] / sums[0], peak + log_sum
 
 
+EntropyMode = Literal["none", "value", "gradient"]
+
+
+@dataclass(frozen=True, slots=True)
+class _Settings:
+    vocab: Vocabulary
+    inv_temperature: float
+    entropy: EntropyMode
+    rows: int
+
+
+def _logit_gradient(
+    logits: Tensor, statistics: Sequence[Tensor], gradients: Sequence[Tensor | None], own: tuple[Tensor, Tensor]
+) -> Tensor:
+    """d loss / d logits [C, V/tp] from those of log-probs and entropies [C], on this rank's columns.
+
+    d logprob / dz_v = [v is the target] - p_v        d entropy / dz_v = -p_v (log p_v + entropy)
+    """
+    lse, entropy = statistics
+    grad, grad_entropy = gradients
+    column, ours = own
+    log_p = logits.sub_(lse[:, None])
+    p = log_p.exp()
+    assert grad is not None
+    total = p * -grad[:, None]
+    total.scatter_add_(1, column[:, None], grad.masked_fill(~ours, 0.0)[:, None])
+    if grad_entropy is not None:
+        # -inf * 0 of a padding column would be NaN.
+        total -= p * (log_p.masked_fill_(p == 0, 0.0) + entropy[:, None]) * grad_entropy[:, None]
+    return total
+
+
 class _LinearLogprobs(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: FunctionCtx,
-        hidden: Tensor,
-        weight: Tensor,
-        targets: Tensor,
-        settings: tuple[Vocabulary, float, bool, int],
+        ctx: FunctionCtx, hidden: Tensor, weight: Tensor, targets: Tensor, settings: _Settings
     ) -> tuple[Tensor, Tensor]:
-        vocab, inv_temperature, with_entropy, rows = settings
         weight_float = weight.float()
         logprobs, entropies, lses = [], [], []
-        for h, y in zip(hidden.split(rows), targets.split(rows), strict=True):
-            logits = _logits(h, weight_float, inv_temperature, vocab)
-            logprob, entropy, lse = _chunk_statistics(logits, y, vocab, with_entropy)
+        for h, y in zip(hidden.split(settings.rows), targets.split(settings.rows), strict=True):
+            logits = _logits(h, weight_float, settings.inv_temperature, settings.vocab)
+            logprob, entropy, lse = _chunk_statistics(logits, y, settings.vocab, settings.entropy != "none")
             logprobs.append(logprob)
             entropies.append(entropy)
             lses.append(lse)
-        ctx.save_for_backward(hidden, weight, targets, torch.cat(lses))
-        ctx.settings = settings  # type: ignore[attr-defined]
         entropy = torch.cat(entropies)
-        ctx.mark_non_differentiable(entropy)
+        ctx.save_for_backward(hidden, weight, targets, torch.cat(lses), entropy)
+        ctx.settings = settings  # type: ignore[attr-defined]
+        if settings.entropy != "gradient":
+            ctx.mark_non_differentiable(entropy)
         return torch.cat(logprobs), entropy
 
     @staticmethod
     def backward(ctx: FunctionCtx, *grads: Tensor) -> tuple[Tensor, Tensor, None, None]:
-        hidden, weight, targets, lses = ctx.saved_tensors  # type: ignore[attr-defined]
-        vocab, inv_temperature, _, rows = ctx.settings  # type: ignore[attr-defined]
+        hidden, weight, targets, lses, entropies = ctx.saved_tensors  # type: ignore[attr-defined]
+        settings: _Settings = ctx.settings  # type: ignore[attr-defined]
+        weight_float = weight.float()
         grad_hidden = torch.empty_like(hidden)
         grad_weight = torch.zeros_like(weight, dtype=torch.float32)
-        parts = (
-            hidden.split(rows),
-            targets.split(rows),
-            lses.split(rows),
-            grads[0].split(rows),
-            grad_hidden.split(rows),
-        )
-        weight_float = weight.float()
-        for h, y, lse, grad, out in zip(*parts, strict=True):
-            column, ours = _own_targets(y, vocab, weight.size(0))
-            scaled = grad.float() * inv_temperature
-            # d logprob / d logits = onehot(target) - softmax, both restricted to this rank's columns.
-            d_logits = _logits(h, weight_float, inv_temperature, vocab).sub_(lse[:, None]).exp_().mul_(-scaled[:, None])
-            d_logits.scatter_add_(1, column[:, None], scaled.masked_fill(~ours, 0.0)[:, None])
-            out.copy_(d_logits @ weight_float)
-            grad_weight.addmm_(d_logits.t(), h.float())
+        for begin in range(0, hidden.size(0), settings.rows):
+            rows = slice(begin, begin + settings.rows)
+            d_logits = _logit_gradient(
+                _logits(hidden[rows], weight_float, settings.inv_temperature, settings.vocab),
+                (lses[rows], entropies[rows]),
+                (grads[0][rows], grads[1][rows] if settings.entropy == "gradient" else None),
+                _own_targets(targets[rows], settings.vocab, weight.size(0)),
+            ).mul_(settings.inv_temperature)
+            grad_hidden[rows] = (d_logits @ weight_float).to(hidden.dtype)
+            grad_weight.addmm_(d_logits.t(), hidden[rows].float())
         return grad_hidden, grad_weight.to(weight.dtype), None, None
 
 
@@ -127,10 +152,10 @@ def linear_logprobs(
     *,
     vocab: Vocabulary,
     temperature: float = 1.0,
-    with_entropy: bool = False,
+    entropy: EntropyMode = "none",
     chunk_bytes: int = DEFAULT_CHUNK_BYTES,
 ) -> tuple[Tensor, Tensor]:
-    """Log-prob of `targets` and (without gradient) entropy of the next-token distribution.
+    """Log-prob of `targets` and entropy of the next-token distribution.
 
     Args:
         hidden: [T, H], the same on every rank of `vocab.group`.
@@ -138,7 +163,8 @@ def linear_logprobs(
         targets: [T] int64 global token ids.
         vocab: which rows of the vocabulary `weight` holds.
         temperature: logits are divided by it.
-        with_entropy: False returns entropies that are not meaningful and saves their cost.
+        entropy: "none" returns entropies that mean nothing and saves their cost; "value" without, "gradient" with
+            a gradient.
         chunk_bytes: most bytes of float32 logits held at a time.
 
     Returns:
@@ -151,4 +177,4 @@ def linear_logprobs(
             " hand over hidden states [T, H], not logits"
         )
     rows = max(1, chunk_bytes // (4 * max(1, weight.size(0))))
-    return _LinearLogprobs.apply(hidden, weight, targets, (vocab, 1.0 / temperature, with_entropy, rows))
+    return _LinearLogprobs.apply(hidden, weight, targets, _Settings(vocab, 1.0 / temperature, entropy, rows))

@@ -25,6 +25,17 @@ SHAPE = {
 }
 
 
+def change(recipe: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
+    """Set values by dotted key in nested data, in place."""
+    for key, value in changes.items():
+        *sections, name = key.split(".")
+        target = recipe
+        for section in sections:
+            target = target.setdefault(section, {})
+        target[name] = value
+    return recipe
+
+
 @dataclass(frozen=True)
 class RecipeFiles:
     """A folder with a model, data files and recipes."""

@@ -74,7 +74,8 @@ def test_an_override_can_make_the_recipe_complete(files: RecipeFiles) -> None:
         ),
         (
             ["--max-length", "3", "--type", "ppo"],
-            "--type = 'ppo': several keys have this name (write reward.type=... or loss.type=...)",
+            "--type = 'ppo': several keys have this name (write reward.type=... or loss.type=... or advantage.type=..."
+            " or correction.type=...)",
         ),
         (
             ["--prompt-data=x"],
@@ -119,6 +120,13 @@ def test_faults_of_overrides_come_with_those_of_the_file(files: RecipeFiles) -> 
     recipe["batch"]["global_batch_size"] = -1
     keys = [fault.key for fault in files.faults(recipe, "--zzzzzz", "optimizer.lr=x")]
     assert keys == ["--zzzzzz", "batch.global_batch_size", "optimizer.lr"]
+
+
+def test_the_flag_of_a_setting_that_the_critic_has_too_is_the_other_one(files: RecipeFiles) -> None:
+    recipe = {**files.rl(), "advantage": {"type": "gae"}}
+    loaded = load_recipe(files.write(recipe), ["--lr", "1e-6", "critic.lr=2e-6", "--warmup-steps", "3"], kind="rl")
+    assert loaded.critic is not None
+    assert (loaded.optimizer.lr, loaded.critic.lr, loaded.critic.warmup_steps) == (1e-6, 2e-6, 3)
 
 
 def test_a_section_is_not_replaced_by_a_value(files: RecipeFiles) -> None:

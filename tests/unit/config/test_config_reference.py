@@ -20,6 +20,20 @@ def test_every_setting_is_on_the_page() -> None:
         assert f"| `{leaf.name}` | " in page
 
 
+def test_every_loss_has_its_own_table_and_a_section_inside_a_section_one_of_its_own() -> None:
+    headings = [line for line in render().splitlines() if line.startswith("## `loss")]
+    names = ["ppo", "grpo", "clip_higher", "gppo", "ce_gppo", "cispo", "gspo", "package.module:function"]
+    assert headings == [*(f"## `loss` with `type: {name}` (rl)" for name in names), "## `loss.erc` (rl)"]
+    tables = dict(zip(names, render().split("## `loss` with")[1:], strict=True))
+    assert "| `erc` | section or null | `null` |" in tables["gspo"]
+    assert "| `gppo_beta_low` |" in tables["ce_gppo"]
+    assert "| `gppo_beta_low` |" not in tables["cispo"]
+    own, erc = tables["package.module:function"].split("## `loss.erc`")
+    assert "| `type` | text | needed | Dotted path;" in own
+    assert "| `erc` |" not in own
+    assert "| `erc_low` | number > 0, < 1 | `0.05` |" in erc
+
+
 def test_a_row_says_type_bounds_default_and_meaning() -> None:
     lines = render().splitlines()
     assert (
@@ -32,5 +46,8 @@ def test_a_row_says_type_bounds_default_and_meaning() -> None:
     )
     assert "## `loss` with `type: gppo` (rl)" in lines
     assert "## `run` (sft, rl)" in lines
+    assert any(
+        line.startswith("| `eps_clip` | number > 0, < 1 or null | `0.2` | The weight is at least") for line in lines
+    )
     # Raw, the tags would vanish from the page.
     assert not any("<think>" in line.replace("\\<", "") for line in lines)

@@ -9,17 +9,7 @@ import pytest
 
 from megatron_klear.config.check import check_recipe
 from megatron_klear.config.load import load_recipe
-from unit.config.config_files import RecipeFiles
-
-
-def change(recipe: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
-    for key, value in changes.items():
-        *sections, name = key.split(".")
-        target = recipe
-        for section in sections:
-            target = target.setdefault(section, {})
-        target[name] = value
-    return recipe
+from unit.config.config_files import RecipeFiles, change
 
 
 def test_faultless_recipes_have_no_faults(files: RecipeFiles) -> None:

@@ -63,8 +63,13 @@ def vars_of(one: MicroBatch) -> dict[str, Tensor]:
         "nll_scale": one.nll_scale,
         "advantages": one.advantages,
         "rollout_logprobs": one.rollout_logprobs,
-        "old_logprobs": one.old_logprobs,
+        "sample_index": one.sample_index,
+        "rewards": one.rewards,
     }
+
+
+PER_SEQUENCE = ("cu_seqlens", "sample_index", "rewards")
+ANNOTATED = ("old_logprobs", "old_entropy", "reference_logprobs", "policy_weights", "values", "returns")
 
 
 def all_micro_batches(batches: list[TrainBatch]) -> list[MicroBatch]:
@@ -107,8 +112,16 @@ def test_2_all_ranks_have_equal_counts_and_lengths(samples: list[Sample], spec: 
     assert len(batches) == spec.data_parallel_size
     assert len({len(batch.micro_batches) for batch in batches}) == 1
     assert batches[0].micro_batches
-    rows = [field.name for field in fields(MicroBatch) if field.name not in ("cu_seqlens", "max_seqlen")]
-    assert len({tuple(vars_of(one)[name].shape) for one in all_micro_batches(batches) for name in rows}) == 1
+    assert {field.name for field in fields(MicroBatch)} == {
+        *vars_of(batches[0].micro_batches[0]),
+        "max_seqlen",
+        *ANNOTATED,
+    }
+    for one in all_micro_batches(batches):
+        rows = {name: tuple(tensor.shape) for name, tensor in vars_of(one).items()}
+        num_sequences = len(sequences(one))
+        assert [rows.pop(name) for name in PER_SEQUENCE] == [(num_sequences + 1,), (num_sequences,), (num_sequences,)]
+        assert set(rows.values()) == {tuple(batches[0].micro_batches[0].token_ids.shape)}
 
 
 @law
@@ -135,6 +148,7 @@ def test_4_sequence_borders_and_padding(samples: list[Sample], spec: PackSpec) -
             assert one.positions[place].tolist() == list(range(size))
             assert one.sequence_ids[place].tolist() == [number] * size
             if int(one.token_ids[place.start]) == 0:
+                assert (int(one.sample_index[number]), float(one.rewards[number])) == (-1, 0.0)
                 for name in ("token_ids", "labels", "token_scale", "nll_scale", "advantages", "rollout_logprobs"):
                     assert not vars_of(one)[name][place].any()
 
@@ -145,7 +159,7 @@ def test_5_numbers_stand_where_the_token_is_predicted(samples: list[Sample], spe
     batches = pack(samples, spec, sft_loss_coef=0.5)
     for sample, one, place in real_sequences(batches, samples):
         last = len(sample.token_ids) - 1
-        rows = {name: tensor[place].tolist() for name, tensor in vars_of(one).items() if name != "cu_seqlens"}
+        rows = {name: tensor[place].tolist() for name, tensor in vars_of(one).items() if name not in PER_SEQUENCE}
         for t in range(last):
             trained = sample.loss_mask[t + 1]
             correct = sample.reward == 1.0
@@ -156,7 +170,10 @@ def test_5_numbers_stand_where_the_token_is_predicted(samples: list[Sample], spe
             assert rows["rollout_logprobs"][t] == pytest.approx(sample.rollout_logprobs[t + 1])
         for name in ("labels", "token_scale", "nll_scale", "advantages", "rollout_logprobs"):
             assert rows[name][last] == 0
-        assert rows["old_logprobs"] == [0.0] * (last + 1)
+        number = int(one.sequence_ids[place.start])
+        assert samples[int(one.sample_index[number])] is sample
+        assert float(one.rewards[number]) == pytest.approx(sample.training_reward or 0.0)
+        assert not one.old_logprobs.any() and (one.policy_weights == 1).all()
 
 
 @law
@@ -185,8 +202,6 @@ def test_7_counts_and_sums_do_not_depend_on_the_split(samples: list[Sample], spe
 @given(samples=updates(), spec=specs)
 def test_packing_is_deterministic_and_travels_as_two_tensors(samples: list[Sample], spec: PackSpec) -> None:
     for one, again in zip(pack(samples, spec), pack(samples, spec), strict=True):
-        for micro_batch in one.micro_batches:
-            micro_batch.old_logprobs = torch.randn(micro_batch.token_ids.numel())
         ints, floats = flatten(one)
         assert (ints.dtype, floats.dtype) == (torch.int64, torch.float32)
         back = unflatten(ints, floats)
@@ -200,7 +215,7 @@ def test_packing_is_deterministic_and_travels_as_two_tensors(samples: list[Sampl
             for name, tensor in vars_of(sent).items():
                 assert vars_of(received)[name].dtype == tensor.dtype
                 assert torch.equal(vars_of(received)[name], tensor)
-                assert name == "old_logprobs" or torch.equal(vars_of(twin)[name], tensor)
+                assert torch.equal(vars_of(twin)[name], tensor)
 
 
 def test_a_small_update_by_hand() -> None:
@@ -217,7 +232,24 @@ def test_a_small_update_by_hand() -> None:
     assert one.nll_scale.tolist() == pytest.approx([0, 0, 0, 0.1, 0.1, 0.1, 0, 0])
     assert one.advantages.tolist() == [-1, 0, 0, 2, 2, 2, 0, 0]
     assert one.rollout_logprobs.tolist() == pytest.approx([-0.02, 0, 0, -0.01, -0.02, -0.03, 0, 0])
+    assert one.sample_index.tolist() == [0, 1, -1]
+    assert one.rewards.tolist() == [-1.0, 1.0, 0.0]
     assert (batch.num_loss_tokens, batch.num_samples, batch.num_sft_tokens) == (4, 2, 3)
+
+
+def test_the_joint_sft_term_asks_for_the_raw_reward_and_advantages_get_the_shaped_one() -> None:
+    """A correct answer that was too long is still a correct answer."""
+    right, wrong = (make_sample(i, prompt=1, response=2, reward=reward) for i, reward in enumerate((1.0, 0.5)))
+    right.shaped_reward, wrong.shaped_reward = 0.25, 1.0
+    (batch,) = pack([right, wrong], PackSpec(1, max_tokens=6), sft_loss_coef=1.0)
+    (one,) = batch.micro_batches
+    assert one.nll_scale.tolist() == [0.5, 0.5, 0, 0, 0, 0]
+    assert one.rewards.tolist() == [0.25, 1.0]
+
+
+def test_rewards_are_float32_even_where_a_reward_function_says_one() -> None:
+    (batch,) = pack([make_sample(0, prompt=1, response=2, reward=1)], PackSpec(1, max_tokens=3))
+    assert batch.micro_batches[0].rewards.dtype == torch.float32
 
 
 def test_ranks_without_a_sample_get_masked_padding() -> None:

@@ -9,9 +9,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_klear_kernels.linear_policy_loss.coefficients import PolicyCoefficients, policy_coefficients
+from megatron_klear_kernels.linear_policy_loss.coefficients import ClipRule, PolicyCoefficients, policy_coefficients
 
 LOW, HIGH = 0.2, 0.28
+GPPO = ClipRule(LOW, HIGH, keep_low=1.0, keep_high=1.0)
+CISPO = ClipRule(LOW, HIGH, two_sided=True)
 DTYPES = (torch.float32, torch.float64)
 both_dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=("float32", "float64"))
 both_losses = pytest.mark.parametrize("keep", (0.0, 1.0), ids=("ppo", "gppo"))
@@ -28,10 +30,7 @@ def one_token(
     return policy_coefficients(
         torch.tensor([log_ratio], dtype=dtype),
         torch.tensor([advantage], dtype=dtype),
-        eps_low=widths[0],
-        eps_high=widths[1],
-        keep_low=keep,
-        keep_high=keep,
+        ClipRule(*widths, keep_low=keep, keep_high=keep),
     )
 
 
@@ -66,14 +65,15 @@ def test_golden_table(
 def test_each_clip_flag_is_set_in_its_own_cell_only() -> None:
     log_ratio = torch.tensor([0.1, 0.1, 1.5, 1.5, 1.0, 1.0]).log()
     advantages = torch.tensor([1.0, -1.0, 1.0, -1.0, 1.0, -1.0])
-    c = policy_coefficients(log_ratio, advantages, eps_low=LOW, eps_high=HIGH, keep_low=1.0, keep_high=1.0)
+    c = policy_coefficients(log_ratio, advantages, GPPO)
     assert c.clipped_low.tolist() == [False, True, False, False, False, False]
     assert c.clipped_high.tolist() == [False, False, True, False, False, False]
+    assert not c.clipped_dual.any()
 
 
 def test_each_side_keeps_its_own_share_of_the_gradient_and_the_value_keeps_all() -> None:
     log_ratio, advantages = torch.tensor([0.1, 1.5]).double().log(), torch.tensor([-1.0, 1.0]).double()
-    c = policy_coefficients(log_ratio, advantages, eps_low=LOW, eps_high=HIGH, keep_low=0.75, keep_high=0.5)
+    c = policy_coefficients(log_ratio, advantages, ClipRule(LOW, HIGH, keep_low=0.75, keep_high=0.5))
     assert c.gradient.tolist() == pytest.approx([0.75 * 0.8, 0.5 * 1.28])
     assert c.value.tolist() == pytest.approx([0.8, 1.28])
 
@@ -160,5 +160,60 @@ def test_nan_is_not_hidden() -> None:
 
 def test_coefficients_carry_no_gradient() -> None:
     log_ratio = torch.zeros(3, requires_grad=True)
-    c = policy_coefficients(log_ratio, torch.ones(3), eps_low=LOW, eps_high=HIGH, keep_low=1.0, keep_high=1.0)
+    c = policy_coefficients(log_ratio, torch.ones(3), GPPO)
     assert not c.ratio.requires_grad and not c.value.requires_grad and not c.gradient.requires_grad
+
+
+def test_cispo_bounds_the_weight_whatever_the_sign_of_the_advantage() -> None:
+    log_ratio = torch.tensor([0.1, 0.1, 0.1, 1.5, 1.5, 1.5, 1.1]).double().log()
+    advantages = torch.tensor([1.0, -1.0, 0.0, 1.0, -1.0, 0.0, -1.0]).double()
+    c = policy_coefficients(log_ratio, advantages, CISPO)
+    assert c.gradient.tolist() == c.value.tolist() == pytest.approx([0.8] * 3 + [1.28] * 3 + [1.1])
+    assert c.clipped_low.tolist() == [True] * 3 + [False] * 4
+    assert c.clipped_high.tolist() == [False] * 3 + [True] * 3 + [False]
+    assert not c.clipped_dual.any()
+
+
+@pytest.mark.parametrize("two_sided", (True, False))
+def test_without_a_lower_bound_small_ratios_are_themselves(two_sided: bool) -> None:
+    rule = ClipRule(None, HIGH, two_sided=two_sided)
+    log_ratio, advantages = torch.tensor([-1000.0, -25.0, -1.0]).double(), -torch.ones(3).double()
+    c = policy_coefficients(log_ratio, advantages, rule)
+    assert c.gradient.tolist() == pytest.approx([math.exp(-20.0), math.exp(-20.0), math.exp(-1.0)])
+    assert not c.clipped_low.any()
+
+
+def test_betas_weigh_value_and_gradient_of_their_own_side() -> None:
+    rule = ClipRule(LOW, LOW, value_low=0.75, value_high=1.5, keep_low=0.75, keep_high=1.5)
+    log_ratio = torch.tensor([0.1, 1.5, 0.1, 1.5]).double().log()
+    c = policy_coefficients(log_ratio, torch.tensor([-1.0, 1.0, 1.0, -1.0]).double(), rule)
+    assert c.value.tolist() == c.gradient.tolist() == pytest.approx([0.6, 1.8, 0.1, 1.5])
+
+
+# The defaults of Klear's released code (3) and its scripts (10); ratio, advantage, value, gradient.
+DUAL = [
+    (3.0, 2.9, -1.0, 2.9, 2.9),
+    (3.0, 5.0, -1.0, 3.0, 0.0),
+    (10.0, 5.0, -1.0, 5.0, 5.0),
+    (10.0, 12.0, -1.0, 10.0, 0.0),
+    (3.0, 12.0, 1.0, 1.28, 1.28),
+    (3.0, 12.0, 0.0, 12.0, 12.0),
+    (3.0, 0.1, -1.0, 0.8, 0.8),
+]
+
+
+@pytest.mark.parametrize(("bound", "ratio", "advantage", "value", "gradient"), DUAL)
+def test_dual_clip(bound: float, ratio: float, advantage: float, value: float, gradient: float) -> None:
+    """An early release bounded at 1 by mistake, so that no token with A < 0 and r > 1 kept a gradient."""
+    rule = ClipRule(LOW, HIGH, keep_low=1.0, keep_high=1.0, dual_clip=bound)
+    c = policy_coefficients(torch.tensor([ratio]).double().log(), torch.tensor([advantage]).double(), rule)
+    assert (c.value.item(), c.gradient.item()) == pytest.approx((value, gradient))
+    assert c.clipped_dual.item() == (ratio > bound and advantage < 0)
+    assert not (c.clipped_dual & (c.clipped_low | c.clipped_high)).any()
+
+
+def test_a_ratio_exactly_at_the_dual_bound_keeps_its_gradient() -> None:
+    ratio = torch.tensor([1.5]).double().exp()
+    rule = ClipRule(LOW, HIGH, dual_clip=ratio.item())
+    c = policy_coefficients(torch.tensor([1.5]).double(), -torch.ones(1).double(), rule)
+    assert c.gradient.item() == ratio.item() and not c.clipped_dual.any()

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megatron_klear_kernels.linear_policy_loss.logprobs import Vocabulary, linear_logprobs
+from megatron_klear_kernels.linear_policy_loss.logprobs import EntropyMode, Vocabulary, linear_logprobs
 
 WIDTH = 24
 # 1001 and 4099 are no multiple of anything a tile could have.
@@ -26,6 +26,7 @@ class Case:
     targets: Tensor  # [T]
     upstream: Tensor  # [T], gradient of the log-probs
     num_valid: int
+    entropy_upstream: Tensor | None = None  # [T], gradient of the entropies
 
 
 @dataclass(frozen=True)
@@ -57,29 +58,36 @@ def make_case(
     return Case(hidden.to(dtype), weight.to(dtype), targets, upstream, num_valid)
 
 
-def run(case: Case, *, temperature: float = 1.0, chunk_bytes: int = 1 << 20, with_entropy: bool = True) -> Outcome:
+def run(case: Case, *, temperature: float = 1.0, chunk_bytes: int = 1 << 20, entropy: EntropyMode = "value") -> Outcome:
     hidden, weight = case.hidden.clone().requires_grad_(), case.weight.clone().requires_grad_()
-    logprobs, entropy = linear_logprobs(
+    logprobs, entropies = linear_logprobs(
         hidden,
         weight,
         case.targets,
         vocab=Vocabulary(0, case.num_valid),
         temperature=temperature,
-        with_entropy=with_entropy,
+        entropy=entropy,
         chunk_bytes=chunk_bytes,
     )
-    logprobs.backward(case.upstream)
+    assert entropies.requires_grad == (entropy == "gradient")
+    objective = (logprobs * case.upstream).sum()
+    if case.entropy_upstream is not None:
+        objective = objective + (entropies * case.entropy_upstream).sum()
+    objective.backward()
     assert hidden.grad is not None and weight.grad is not None
-    return Outcome(logprobs.detach(), entropy, hidden.grad, weight.grad)
+    return Outcome(logprobs.detach(), entropies.detach(), hidden.grad, weight.grad)
 
 
 def reference(case: Case, *, temperature: float = 1.0) -> Outcome:
     hidden, weight = case.hidden.double().requires_grad_(), case.weight.double().requires_grad_()
     distribution = (hidden @ weight[: case.num_valid].t() / temperature).log_softmax(dim=-1)
     logprobs = distribution.gather(1, case.targets[:, None])[:, 0]
-    logprobs.backward(case.upstream.double())
-    assert hidden.grad is not None and weight.grad is not None
     entropy = -(distribution.exp() * distribution).sum(dim=-1)
+    objective = (logprobs * case.upstream.double()).sum()
+    if case.entropy_upstream is not None:
+        objective = objective + (entropy * case.entropy_upstream.double()).sum()
+    objective.backward()
+    assert hidden.grad is not None and weight.grad is not None
     return Outcome(logprobs.detach(), entropy.detach(), hidden.grad, weight.grad)
 
 
@@ -180,12 +188,52 @@ def test_the_same_call_gives_the_same_bits() -> None:
     assert torch.equal(first.logprobs, second.logprobs) and torch.equal(first.grad_weight, second.grad_weight)
 
 
-def test_entropy_is_optional_and_without_gradient() -> None:
+def test_entropy_is_optional_and_so_is_its_gradient() -> None:
     case = make_case(1000)
-    with_entropy, without = run(case), run(case, with_entropy=False)
-    assert torch.equal(with_entropy.logprobs, without.logprobs)
-    assert torch.equal(with_entropy.grad_hidden, without.grad_hidden)
-    assert not with_entropy.entropy.requires_grad
+    without, value, gradient = run(case, entropy="none"), run(case), run(case, entropy="gradient")
+    for one in (value, gradient):
+        assert torch.equal(one.logprobs, without.logprobs)
+        assert torch.equal(one.grad_hidden, without.grad_hidden)
+        assert torch.equal(one.grad_weight, without.grad_weight)
+    assert torch.equal(value.entropy, gradient.entropy)
+
+
+def with_entropy_upstream(case: Case, *, only: bool = False) -> Case:
+    """The same case whose entropies have a gradient of their own, as large as the log-probs'."""
+    upstream = torch.randn(case.targets.numel(), generator=torch.Generator().manual_seed(5))
+    kept = torch.zeros_like(case.upstream) if only else case.upstream
+    return dataclasses.replace(case, upstream=kept, entropy_upstream=upstream)
+
+
+@pytest.mark.parametrize("only", (True, False), ids=("entropy_alone", "with_logprobs"))
+@pytest.mark.parametrize("temperature", (1.0, 0.7))
+@pytest.mark.parametrize(("num_valid", "num_padding"), [(1000, 0), (1001, 13), (4099, 29)])
+def test_gradient_of_the_entropy(num_valid: int, num_padding: int, temperature: float, only: bool) -> None:
+    case = with_entropy_upstream(make_case(num_valid, num_padding=num_padding, scale=2.0), only=only)
+    expected = reference(case, temperature=temperature)
+    for chunk_bytes in (1, 5 * 4 * (num_valid + num_padding), 1 << 22):
+        actual = run(case, temperature=temperature, chunk_bytes=chunk_bytes, entropy="gradient")
+        assert_near(actual, expected, case, atol=1e-5)
+        assert torch.equal(actual.grad_weight[num_valid:], torch.zeros(num_padding, WIDTH))
+
+
+def test_gradient_of_the_entropy_of_certain_and_of_uniform_rows() -> None:
+    """Where probabilities underflow, p log p is 0, not NaN; where all are equal, the entropy is at its top."""
+    case = make_case(1001, num_padding=7, scale=300.0)
+    hidden = case.hidden.clone()
+    hidden[::2] = 0.0
+    case = with_entropy_upstream(dataclasses.replace(case, hidden=hidden), only=True)
+    actual, expected = run(case, entropy="gradient"), reference(case)
+    assert actual.grad_hidden.isfinite().all() and actual.grad_weight.isfinite().all()
+    assert_near(actual, expected, case, atol=6e-4, grad_rtol=3e-3)
+    assert actual.grad_hidden[::2].abs().max() < 1e-5
+
+
+def test_without_its_gradient_an_entropy_moves_nothing() -> None:
+    case = with_entropy_upstream(make_case(1001, num_padding=7))
+    plain = run(make_case(1001, num_padding=7))
+    silent = run(case)
+    assert torch.equal(silent.grad_hidden, plain.grad_hidden) and torch.equal(silent.grad_weight, plain.grad_weight)
 
 
 def test_strided_operands() -> None:
@@ -228,7 +276,7 @@ def test_nothing_of_the_size_of_all_logits_is_ever_held() -> None:
         run(case, chunk_bytes=num_tokens * 4 * num_valid)
 
 
-def test_autograd_keeps_inputs_and_one_number_a_token() -> None:
+def test_autograd_keeps_inputs_and_two_numbers_a_token() -> None:
     case = make_case(1001, num_tokens=64)
     kept: list[int] = []
 
@@ -240,7 +288,8 @@ def test_autograd_keeps_inputs_and_one_number_a_token() -> None:
         linear_logprobs(
             case.hidden.clone().requires_grad_(), case.weight, case.targets, vocab=Vocabulary(0, 1001), chunk_bytes=1
         )
-    assert sorted(kept) == sorted((case.hidden.numel(), case.weight.numel(), 64, 64))
+    # The targets, and the log-sum-exp and the entropy.
+    assert sorted(kept) == sorted((case.hidden.numel(), case.weight.numel(), 64, 64, 64))
 
 
 def test_logits_in_place_of_hidden_states_are_refused() -> None:

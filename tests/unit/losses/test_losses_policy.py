@@ -9,14 +9,15 @@ import torch
 from torch import Tensor
 
 from helpers.micro_batches import loss_micro_batch
-from megatron_klear.config.recipe import ClipHigherLossConfig, GppoLossConfig, LossConfig, PpoLossConfig
-from megatron_klear.losses.policy import ClippedPolicyLoss, SftLoss, build_policy_loss, token_mean
+from megatron_klear.config.loss import ClipHigherLossConfig, GppoLossConfig
+from megatron_klear.losses.policy import ClipHigherLoss, GppoLoss
+from megatron_klear.losses.terms import LossTerms, RlLoss, SftLoss, token_mean
 from megatron_klear.metrics import merge, results
 from megatron_klear.types import LossOutput, MicroBatch, TokenStats
 
 LOW, HIGH = 0.2, 0.28
-PPO = ClippedPolicyLoss(eps_low=LOW, eps_high=HIGH, keep=0.0)
-GPPO = ClippedPolicyLoss(eps_low=LOW, eps_high=HIGH, keep=1.0)
+PPO = RlLoss(ClipHigherLoss(ClipHigherLossConfig(type="clip_higher")), LossTerms())
+GPPO = RlLoss(GppoLoss(GppoLossConfig(type="gppo")), LossTerms())
 both_losses = pytest.mark.parametrize("loss", (PPO, GPPO), ids=("ppo", "gppo"))
 
 
@@ -36,7 +37,7 @@ def random_case(num_tokens: int = 200) -> tuple[Tensor, MicroBatch]:
     return current, batch
 
 
-def evaluate(loss: ClippedPolicyLoss | SftLoss, current: Tensor, batch: MicroBatch) -> tuple[LossOutput, Tensor]:
+def evaluate(loss: RlLoss | SftLoss, current: Tensor, batch: MicroBatch) -> tuple[LossOutput, Tensor]:
     """The output and the gradient with respect to the log-probs."""
     logprobs = current.clone().requires_grad_()
     output = loss(TokenStats(logprobs), batch)
@@ -78,10 +79,10 @@ def test_the_random_case_has_tokens_in_every_cell() -> None:
 
 
 @both_losses
-def test_value_and_gradient_are_the_closed_form(loss: ClippedPolicyLoss) -> None:
+def test_value_and_gradient_are_the_closed_form(loss: RlLoss) -> None:
     current, batch = random_case()
     output, gradient = evaluate(loss, current, batch)
-    value, expected = closed_form(current, batch, loss.keep)
+    value, expected = closed_form(current, batch, loss.policy.rule.keep_low)
     assert output.loss.item() == pytest.approx(value, rel=1e-13)
     assert gradient.tolist() == pytest.approx(expected, rel=1e-13, abs=1e-300)
 
@@ -128,32 +129,32 @@ def test_gppo_has_the_value_of_clip_higher_and_differs_in_the_gradient_of_clippe
 
 @both_losses
 @pytest.mark.parametrize("dtype", (torch.float32, torch.float64), ids=("float32", "float64"))
-def test_far_log_ratios_stay_finite_and_gppo_keeps_its_weight(loss: ClippedPolicyLoss, dtype: torch.dtype) -> None:
+def test_far_log_ratios_stay_finite_and_gppo_keeps_its_weight(loss: RlLoss, dtype: torch.dtype) -> None:
     log_ratio = torch.tensor([-1000.0, 1000.0, -1000.0, 1000.0, -90.0, 90.0], dtype=dtype)
     advantages = torch.tensor([-2.0, 2.0, 2.0, -2.0, -2.0, 2.0], dtype=dtype)
     old = torch.full_like(log_ratio, -3.0)
     batch = loss_micro_batch(token_scale=torch.ones_like(old) / 4, advantages=advantages, old_logprobs=old)
     output, gradient = evaluate(loss, old + log_ratio, batch)
     assert output.loss.isfinite() and gradient.isfinite().all()
-    half = torch.tensor([0.8, -1.28], dtype=dtype) * loss.keep / 2
+    half = torch.tensor([0.8, -1.28], dtype=dtype) * loss.policy.rule.keep_low / 2
     torch.testing.assert_close(gradient[:2], half)
     torch.testing.assert_close(gradient[4:], half)
 
 
 @both_losses
-def test_the_sft_term_stands_outside_the_clip(loss: ClippedPolicyLoss) -> None:
+def test_the_sft_term_stands_outside_the_clip(loss: RlLoss) -> None:
     """A clipped token in a right answer: PPO takes its policy gradient, never its likelihood gradient."""
     one = torch.ones(1, dtype=torch.float64)
     batch = loss_micro_batch(token_scale=one, advantages=one, old_logprobs=-3 * one, nll_scale=0.1 * one)
     output, gradient = evaluate(loss, -one, batch)
     assert output.loss.item() == pytest.approx(-1.28 + 0.1)
-    assert gradient.item() == pytest.approx(-1.28 * loss.keep - 0.1)
+    assert gradient.item() == pytest.approx(-1.28 * loss.policy.rule.keep_low - 0.1)
     assert results(output.metrics)["train/pg_loss"] == pytest.approx(-1.28)
     assert results(output.metrics)["train/nll_loss"] == pytest.approx(0.1)
 
 
 @both_losses
-def test_no_scale_anywhere_means_no_loss_and_no_gradient(loss: ClippedPolicyLoss) -> None:
+def test_no_scale_anywhere_means_no_loss_and_no_gradient(loss: RlLoss) -> None:
     current, batch = random_case()
     batch.token_scale, batch.nll_scale = torch.zeros_like(current), torch.zeros_like(current)
     output, gradient = evaluate(loss, current, batch)
@@ -174,7 +175,7 @@ def padded(current: Tensor, batch: MicroBatch, num_extra: int) -> tuple[Tensor, 
 
 
 @both_losses
-def test_positions_without_a_scale_change_neither_loss_nor_metrics(loss: ClippedPolicyLoss) -> None:
+def test_positions_without_a_scale_change_neither_loss_nor_metrics(loss: RlLoss) -> None:
     current, batch = random_case()
     output, gradient = evaluate(loss, current, batch)
     longer, gradient_longer = evaluate(loss, *padded(current, batch, 77))
@@ -185,7 +186,7 @@ def test_positions_without_a_scale_change_neither_loss_nor_metrics(loss: Clipped
 
 
 @both_losses
-def test_a_loss_is_a_sum_over_micro_batches(loss: ClippedPolicyLoss) -> None:
+def test_a_loss_is_a_sum_over_micro_batches(loss: RlLoss) -> None:
     current, batch = random_case()
     parts = []
     for part in (slice(0, 70), slice(70, None)):
@@ -214,6 +215,7 @@ def test_metrics_are_means_and_maxima_over_scaled_tokens() -> None:
     assert metrics["train/ppo_kl"] == pytest.approx(-math.log(0.5 * 2.0 * 1.0 * 1.5) / 4)
     assert metrics["train/clip_fraction_low"] == pytest.approx(0.25)
     assert metrics["train/clip_fraction_high"] == pytest.approx(0.25)
+    assert metrics["train/clip_fraction_dual"] == 0.0
 
 
 def test_metrics_carry_no_gradient() -> None:
@@ -230,21 +232,6 @@ def test_sft_loss_is_the_scaled_negative_log_likelihood() -> None:
     assert output.loss.item() == pytest.approx(expected, rel=1e-13)
     assert torch.equal(gradient, -batch.token_scale)
     assert results(output.metrics) == {"train/nll_loss": output.loss.item()}
-
-
-@pytest.mark.parametrize(
-    ("config", "expected"),
-    [
-        (PpoLossConfig(type="ppo", eps_clip=0.15), (0.15, 0.15, 0.0)),
-        (ClipHigherLossConfig(type="clip_higher", eps_clip=0.15, eps_clip_high=0.3), (0.15, 0.3, 0.0)),
-        (GppoLossConfig(type="gppo", eps_clip=0.15, eps_clip_high=0.3), (0.15, 0.3, 1.0)),
-        (GppoLossConfig(type="gppo"), (0.2, 0.28, 1.0)),
-    ],
-    ids=("ppo", "clip_higher", "gppo", "gppo_defaults"),
-)
-def test_a_recipe_builds_its_loss(config: LossConfig, expected: tuple[float, float, float]) -> None:
-    loss = build_policy_loss(config)
-    assert (loss.eps_low, loss.eps_high, loss.keep) == expected
 
 
 def test_token_mean_counts_masked_positions_only() -> None:

@@ -9,10 +9,20 @@ from collections.abc import Iterable, Sequence
 import pytest
 from torch import Tensor
 
-from megatron_klear.config.recipe import AdvantageConfig, SelectionConfig
+from megatron_klear.config.loss import AdvantageConfig
+from megatron_klear.config.recipe import SelectionConfig
 from megatron_klear.losses.advantages import GroupAdvantage
 from megatron_klear.metrics import results
-from megatron_klear.rollout.sampler import SamplingPlan, assign_advantages, draw, sample, score, select
+from megatron_klear.rollout.sampler import (
+    SamplingPlan,
+    SelectionContext,
+    assign_advantages,
+    draw,
+    merged,
+    sample,
+    score,
+    select,
+)
 from megatron_klear.types import (
     Completion,
     GenerationRequest,
@@ -22,9 +32,11 @@ from megatron_klear.types import (
     Sample,
     SampleGroup,
     Score,
+    StopReason,
 )
 
 PLAN = SamplingPlan(3, 5, 0.7, (60,), seed=1, step=4)
+AT = SelectionContext(weight_version=1, max_response_len=8, seed=0)
 PROMPTS = [Prompt("p", (1, 2)), Prompt("q", (3,)), Prompt("r", (4, 5, 6))]
 
 
@@ -174,26 +186,26 @@ def test_failed_scores_are_dropped_and_counted_and_are_neither_right_nor_wrong()
 
 
 def test_select_drops_groups_without_spread_and_counts_their_samples() -> None:
-    after = select(scored([1, 1, 1], [1, -1, -1], [-1, -1, -1]), SelectionConfig(), seed=0)
+    after = select(scored([1, 1, 1], [1, -1, -1], [-1, -1, -1]), SelectionConfig(), AT)
     assert [group.prompt.prompt_id for group in after.groups] == ["p1"]
     assert after.dropped == {"prompt_too_long": 2, "zero_std": 6}
 
 
 def test_a_group_that_shrank_to_one_sample_has_no_spread() -> None:
-    after = select(scored([1], [1, -1]), SelectionConfig(), seed=0)
+    after = select(scored([1], [1, -1]), SelectionConfig(), AT)
     assert [group.prompt.prompt_id for group in after.groups] == ["p1"]
     assert after.dropped["zero_std"] == 1
 
 
 def test_select_can_keep_groups_without_spread() -> None:
     rollout = scored([1, 1, 1], [1, -1, -1])
-    after = select(rollout, SelectionConfig(drop_zero_std_groups=False), seed=0)
+    after = select(rollout, SelectionConfig(drop_zero_std_groups=False), AT)
     assert after.groups == rollout.groups
     assert after.dropped == {"prompt_too_long": 2}
 
 
 def test_metrics_tell_of_all_samples_before_the_selection() -> None:
-    numbers = results(select(scored([1, 1, 1], [1, -1]), SelectionConfig(), seed=0).metrics)
+    numbers = results(select(scored([1, 1, 1], [1, -1]), SelectionConfig(), AT).metrics)
     assert numbers == {
         "rollout/reward": pytest.approx(3 / 5),
         "rollout/accuracy": pytest.approx(4 / 5),
@@ -210,7 +222,9 @@ def test_shuffled_rewards_are_the_same_rewards_elsewhere() -> None:
     rewards = [[1.0, -1.0, -1.0, 0.5], [-1.0, -1.0, 1.0, 1.0], [0.5, 0.25, -1.0, 1.0]]
     rules = SelectionConfig(shuffle_rewards=True, drop_zero_std_groups=False)
     plain = [reward for group in rewards for reward in group]
-    first, again, other = (rewards_of(select(scored(*rewards), rules, seed=seed)) for seed in (3, 3, 4))
+    first, again, other = (
+        rewards_of(select(scored(*rewards), rules, dataclasses.replace(AT, seed=seed))) for seed in (3, 3, 4)
+    )
     assert Counter(first) == Counter(other) == Counter(plain)
     assert first == again
     assert len({tuple(plain), tuple(first), tuple(other)}) == 3
@@ -219,7 +233,7 @@ def test_shuffled_rewards_are_the_same_rewards_elsewhere() -> None:
 def test_shuffling_crosses_the_borders_of_groups() -> None:
     """Within a group the advantages would stay as good as they are: the control would not control."""
     rules = SelectionConfig(shuffle_rewards=True, drop_zero_std_groups=False)
-    after = select(scored([1.0] * 8, [-1.0] * 8), rules, seed=0)
+    after = select(scored([1.0] * 8, [-1.0] * 8), rules, AT)
     assert all(len({one.reward for one in group.samples}) == 2 for group in after.groups)
 
 
@@ -228,3 +242,120 @@ def test_advantages_reach_their_samples() -> None:
     samples = assign_advantages(rollout, GroupAdvantage(AdvantageConfig(std="none")))
     assert [one.sample_id for one in samples] == [one.sample_id for one in rollout.samples]
     assert [one.advantage for one in samples] == [1.5, -0.5, -0.5, -0.5, 2.0, 2.0, -2.0, -2.0]
+
+
+def long_sample(name: str, length: int, *, reward: float, reason: str = "", stop: StopReason = "stop") -> Sample:
+    sample = Sample(name, Prompt("p", (1, 2)), reward=reward, reward_reason=reason)
+    sample.append_response([7] * length, [-0.1] * length, weight_version=1, stop_reason=stop)
+    return sample
+
+
+def one_group(*samples: Sample) -> RolloutBatch:
+    return RolloutBatch((SampleGroup(samples[0].prompt, samples),))
+
+
+def names(rollout: RolloutBatch) -> list[str]:
+    return [one.sample_id for one in rollout.samples]
+
+
+def test_spread_is_of_rewards_or_of_right_and_wrong() -> None:
+    """Partial rewards have spread, yet nothing is right: Klear's released code drops the group, the paper keeps it."""
+
+    def rollout() -> RolloutBatch:
+        partial = [long_sample(f"a{i}", 2, reward=r, reason="incorrect") for i, r in enumerate((-1.0, -0.5))]
+        mixed = [long_sample(f"b{i}", 2, reward=1.0, reason=r) for i, r in enumerate(("correct", "incorrect"))]
+        return RolloutBatch(one_group(*partial).groups + one_group(*mixed).groups)
+
+    by_reward = select(rollout(), SelectionConfig(zero_std_metric="reward"), AT)
+    by_accuracy = select(rollout(), SelectionConfig(zero_std_metric="accuracy"), AT)
+    assert (names(by_reward), by_reward.dropped) == (["a0", "a1"], {"zero_std": 2})
+    assert (names(by_accuracy), by_accuracy.dropped) == (["b0", "b1"], {"zero_std": 2})
+
+
+def test_truncated_responses_are_left_out_before_groups_are_judged() -> None:
+    rollout = one_group(
+        long_sample("a", 2, reward=1.0),
+        long_sample("b", 3, reward=-1.0, stop="length"),
+        long_sample("c", 2, reward=1.0),
+    )
+    after = select(rollout, SelectionConfig(drop_truncated=True), AT)
+    assert (names(after), after.dropped) == ([], {"truncated": 1, "zero_std": 2})
+    kept = select(rollout, SelectionConfig(drop_truncated=True, drop_zero_std_groups=False), AT)
+    assert (names(kept), kept.dropped) == (["a", "c"], {"truncated": 1})
+    assert names(select(rollout, SelectionConfig(), AT)) == ["a", "b", "c"]
+
+
+def test_a_group_of_truncated_responses_is_gone_and_counted_once() -> None:
+    rollout = one_group(*(long_sample(str(i), 2, reward=float(i), stop="length") for i in range(3)))
+    after = select(rollout, SelectionConfig(drop_truncated=True, drop_zero_std_groups=False), AT)
+    assert (after.groups, after.dropped) == ((), {"truncated": 3})
+
+
+@pytest.mark.parametrize(("limit", "kept"), [(None, "01234"), (4, "01234"), (2, "234"), (0, "4")])
+def test_stale_samples_are_judged_by_their_oldest_token(limit: int | None, kept: str) -> None:
+    samples = [long_sample(str(i), 1, reward=float(i)) for i in range(5)]
+    for i, one in enumerate(samples):
+        one.weight_version_min, one.weight_version_max = 5 + i, 9
+    at = dataclasses.replace(AT, weight_version=9)
+    rules = SelectionConfig(max_staleness=limit, drop_zero_std_groups=False)
+    after = select(one_group(*samples), rules, at)
+    assert "".join(names(after)) == kept
+    assert after.dropped["stale"] == 5 - len(kept)
+
+
+def test_a_sample_of_unknown_age_is_fresh() -> None:
+    samples = [Sample(str(i), Prompt("p", (1,)), reward=float(i)) for i in range(2)]
+    assert names(select(one_group(*samples), SelectionConfig(max_staleness=0), AT)) == ["0", "1"]
+
+
+@pytest.mark.parametrize(
+    ("length", "penalty"), [(1, 0.0), (12, 0.0), (13, 0.125), (16, 0.5), (19, 0.875), (20, 1.0), (23, 1.0)]
+)
+def test_the_soft_penalty_is_linear_inside_its_buffer(length: int, penalty: float) -> None:
+    """DAPO Eq. 13 with a longest response of 20 and a buffer of 8; a response that ran over sinks no further."""
+    sample = long_sample("a", length, reward=1.0)
+    rules = SelectionConfig(overlong_buffer_len=8, overlong_penalty_factor=0.6, drop_zero_std_groups=False)
+    select(one_group(sample), rules, dataclasses.replace(AT, max_response_len=20))
+    assert sample.reward == 1.0
+    assert sample.training_reward == pytest.approx(1.0 - 0.6 * penalty)
+    assert (sample.shaped_reward is None) == (penalty == 0)
+
+
+def test_without_a_buffer_no_response_is_too_long() -> None:
+    sample = long_sample("a", 20, reward=1.0)
+    select(one_group(sample), SelectionConfig(drop_zero_std_groups=False), AT)
+    assert sample.shaped_reward is None
+
+
+def test_a_penalty_is_spread_for_the_advantages_and_none_for_accuracy() -> None:
+    rules = SelectionConfig(overlong_buffer_len=8)
+
+    def rollout() -> RolloutBatch:
+        return one_group(*(long_sample(str(n), n, reward=1.0, reason="correct") for n in (2, 8)))
+
+    assert names(select(rollout(), rules, AT)) == ["2", "8"]
+    assert names(select(rollout(), rules.model_copy(update={"zero_std_metric": "accuracy"}), AT)) == []
+
+
+def test_metrics_show_the_raw_reward() -> None:
+    rules = SelectionConfig(overlong_buffer_len=8, drop_zero_std_groups=False)
+    after = select(one_group(long_sample("a", 8, reward=1.0)), rules, AT)
+    assert after.samples[0].shaped_reward == 0.0
+    assert results(after.metrics)["rollout/reward"] == 1.0
+
+
+def test_rounds_of_a_step_are_merged_with_their_counts_and_metrics() -> None:
+    first, second = (select(scored(*rows), SelectionConfig(), AT) for rows in ([[1, 1, 1], [1, -1]], [[-1, 1, 1, 1]]))
+    both = merged(merged(RolloutBatch(()), first), second)
+    assert both.groups == first.groups + second.groups
+    assert both.dropped == {"prompt_too_long": 4, "zero_std": 3}
+    numbers = results(both.metrics)
+    assert numbers["rollout/num_samples"] == 9.0
+    assert numbers["rollout/reward"] == pytest.approx((3 + 0 + 2) / 9)
+    assert numbers["rollout/response_len_max"] == 4.0
+    assert numbers["rollout/zero_std_groups"] == 1.0
+    assert first.dropped == {"prompt_too_long": 2, "zero_std": 3}
+
+
+def test_rounds_draw_different_responses() -> None:
+    assert not set(seeds(PLAN)) & set(seeds(dataclasses.replace(PLAN, round=1)))

@@ -11,15 +11,18 @@ import pytest
 import torch
 
 from helpers.stages import cpu_context
+from megatron_klear.config.loss import GppoLossConfig
 from megatron_klear.data.packing import PackSpec, pack
-from megatron_klear.losses.policy import ClippedPolicyLoss
+from megatron_klear.losses.policy import GppoLoss
+from megatron_klear.losses.terms import LossTerms, RlLoss
 from megatron_klear.parallel.topology import ParallelContext
+from megatron_klear.protocols import PolicyLoss
 from megatron_klear.report.record import SampleRecord
 from megatron_klear.training.observe import SAMPLES_PER_STEP, record_samples
 from megatron_klear.training.run import Run
-from megatron_klear.types import Prompt, RolloutBatch, Sample, SampleGroup, TrainBatch
+from megatron_klear.types import LossOutput, MicroBatch, Prompt, Sample, TokenStats, TrainBatch
 
-LOSS = ClippedPolicyLoss(eps_low=0.2, eps_high=0.28, keep=1.0)
+LOSS = RlLoss(GppoLoss(GppoLossConfig(type="gppo")), LossTerms())
 
 
 class ListRecorder:
@@ -57,7 +60,7 @@ def make_sample(number: int, advantage: float) -> Sample:
     return sample
 
 
-def recorded(samples: Sequence[Sample], context: ParallelContext) -> list[SampleRecord]:
+def recorded(samples: Sequence[Sample], context: ParallelContext, loss: PolicyLoss = LOSS) -> list[SampleRecord]:
     """Ratios rise along the micro-batch: position t has the ratio 0.5 + t / 10."""
     (batch,) = pack(samples, PackSpec(data_parallel_size=1, max_tokens=256, multiple_of=16))
     micro_batch = batch.micro_batches[0]
@@ -66,8 +69,7 @@ def recorded(samples: Sequence[Sample], context: ParallelContext) -> list[Sample
     recorder = ListRecorder()
     main = SimpleNamespace(recorder=recorder, tokenizer=NumberTokenizer())
     run: Any = SimpleNamespace(context=context, main=main)
-    group = SampleGroup(samples[0].prompt, tuple(samples))
-    record_samples(cast(Run, run), 3, batch, [current], RolloutBatch((group,)), LOSS)
+    record_samples(cast(Run, run), 3, batch, [current], samples, loss)
     return recorder.records
 
 
@@ -108,3 +110,22 @@ def test_samples_with_the_same_tokens_are_each_recorded_once(context: ParallelCo
     twin.sample_id = "twin"
     records = recorded([make_sample(0, advantage=-1.0), twin], context)
     assert sorted((record.sample_id, record.advantage) for record in records) == [("s0", -1.0), ("twin", 1.0)]
+
+
+def test_a_sample_keeps_its_numbers_wherever_it_was_packed(context: ParallelContext) -> None:
+    """`pack` orders by index inside a micro-batch; the records follow `sample_index`, not the order of the samples."""
+    samples = [make_sample(i, advantage=float(i)) for i in range(4)]
+    for record in recorded(samples, context):
+        number = int(record.sample_id[1:])
+        assert record.advantage == number
+        assert record.rollout_logprobs[0] == pytest.approx(-0.1 - number)
+        assert len(record.tokens) == 3 + number % 4
+
+
+def test_a_loss_of_your_own_has_ratios_and_no_cells(context: ParallelContext) -> None:
+    def own(stats: TokenStats, micro_batch: MicroBatch) -> LossOutput:
+        raise AssertionError("recording evaluates no loss")
+
+    (record,) = recorded([make_sample(1, advantage=1.0)], context, own)
+    assert record.ratios == pytest.approx((0.7, 0.8, 0.9, 1.0), rel=1e-5)
+    assert set(record.cells) == {"in_range"}
