@@ -65,8 +65,9 @@ class Learner:
             return run_schedule(self.stage, self.ddp, batch.micro_batches, collect, forward_only=True)
 
     def step(self, batch: TrainBatch, loss_of: Callable[[Tensor, MicroBatch], LossOutput], *, name: str) -> StepReport:
-        """One optimizer update on a summed loss; `name` is the metric that holds it.
+        """One optimizer update on a summed loss.
 
+        `name` is the metric that holds it, such as `train/loss`; gradient norm and rate are reported beside it.
         A loss or gradient that is not finite changes nothing and is reported as skipped, on every rank.
         """
 
@@ -91,6 +92,8 @@ class Learner:
             if finite:
                 self.optimizer.step()
                 self.version += 1
+        owner = name.partition("/")[0]
+        metrics |= {f"{owner}/grad_norm": grad_norm, f"{owner}/lr": lr}
         return StepReport(metrics, grad_norm, lr, skipped=not finite)
 
 

@@ -193,9 +193,6 @@ class RlTrainer:
             self.alarm.see(numbers["rollout/reward"])
         for name in reports[0].metrics if reports else ():
             numbers[name] = sum(report.metrics[name] for report in reports) / len(reports)
-        if reports:
-            numbers["train/grad_norm"] = sum(report.grad_norm for report in reports) / len(reports)
-            numbers["train/lr"] = reports[-1].lr
         return numbers | {"train/num_updates": float(len(reports))}
 
 

@@ -32,11 +32,7 @@ def train(recipe: SftRecipe) -> None:
             (batch,) = run.distribute(updates)
             report = run.policy.update(batch, loss).report
             run.guard.check(number, report, run.policy, batch)
-            return report.metrics | {
-                "train/grad_norm": report.grad_norm,
-                "train/lr": report.lr,
-                "train/num_tokens": float(batch.num_loss_tokens),
-            }
+            return report.metrics | {"train/num_tokens": float(batch.num_loss_tokens)}
 
         def cursor() -> Mapping[str, int] | None:
             return stream.state() if stream is not None else None
