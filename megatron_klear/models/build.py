@@ -139,10 +139,18 @@ def build_stage(
 
 
 def _mark_tensor_parallel(core: HiddenGPTModel) -> None:
-    """Mark sharded weights as such. Megatron does it while initialising them, which import makes needless; unmarked,
-    the gradient norm would count the shards of tensor rank 0 only, and clipping would depend on the layout."""
+    """Mark sharded weights as such. Megatron 0.16 does it while initialising them, which import makes needless.
+
+    Unmarked, the gradient norm would count the shards of tensor rank 0 only, and clipping would depend on the layout.
+    """
     for module in core.modules():
         if isinstance(module, ColumnParallelLinear | VocabParallelEmbedding) and module.weight is not None:
-            set_tensor_model_parallel_attributes(module.weight, is_parallel=True, dim=0, stride=1)
+            _mark(module.weight, dim=0)
         elif isinstance(module, RowParallelLinear):
-            set_tensor_model_parallel_attributes(module.weight, is_parallel=True, dim=1, stride=1)
+            _mark(module.weight, dim=1)
+
+
+def _mark(weight: Tensor, *, dim: int) -> None:
+    # 0.19 marks them whether they are initialised or not, and refuses to do it twice.
+    if "tensor_model_parallel" not in vars(weight):
+        set_tensor_model_parallel_attributes(weight, is_parallel=True, dim=dim, stride=1)
