@@ -191,6 +191,17 @@ class HfWriter:
                 shutil.copyfile(self.template / name, self.partial / name)
 
 
+def export_folder(
+    named_tensors: Iterable[tuple[str, Tensor]], writer: HfWriter | None, *, dtype: torch.dtype
+) -> HfExport | None:
+    """Write where there is a writer; ranks without one only take part in the collective that gives the tensors."""
+    if writer is not None:
+        return writer.write(named_tensors, dtype=dtype)
+    for _ in named_tensors:
+        pass
+    return None
+
+
 def _replace_folder(source: Path, target: Path) -> None:
     """Give a finished folder its name; an older one of that name is moved away first and removed last."""
     old = target.with_name(target.name + ".old")

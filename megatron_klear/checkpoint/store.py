@@ -150,15 +150,16 @@ class CheckpointStore:
             loaded: Any = dist_checkpointing.load(state, str(folder))
             stage.core.load_state_dict(loaded["model"])
             if optimizer is not None:
-                settings = [_settings(part) for part in _parts(optimizer)]
+                settings = [_settings(part) for part in optimizer_parts(optimizer)]
                 optimizer.load_state_dict(loaded["optimizer"])
-                for part, own in zip(_parts(optimizer), settings, strict=True):
+                for part, own in zip(optimizer_parts(optimizer), settings, strict=True):
                     for group, values in zip(part.optimizer.param_groups, own, strict=True):
                         group.update(values)
         return loaded["common"]
 
 
-def _parts(optimizer: MegatronOptimizer) -> list[Any]:
+def optimizer_parts(optimizer: MegatronOptimizer) -> list[Any]:
+    """The optimizers that Megatron chained, or the one there is."""
     return list(optimizer.chained_optimizers) if isinstance(optimizer, ChainedOptimizer) else [optimizer]
 
 
@@ -193,7 +194,7 @@ def _make_state(optimizer: MegatronOptimizer) -> None:
 
     Megatron's own way takes a step with zero gradients, which counts, and decays the weights.
     """
-    for part in _parts(optimizer):
+    for part in optimizer_parts(optimizer):
         inner = part.optimizer
         if not isinstance(part, DistributedOptimizer) or not isinstance(inner, torch.optim.AdamW) or inner.state:
             continue

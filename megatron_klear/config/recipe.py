@@ -6,14 +6,9 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from megatron_klear.config.base import Config
+from megatron_klear.config.base import Config, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 from megatron_klear.config.loss import AdvantageConfig, CorrectionConfig, CriticConfig, KlConfig, LossConfig
 from megatron_klear.config.model import ModelConfig
-
-PositiveInt = Annotated[int, Field(gt=0)]
-NonNegativeInt = Annotated[int, Field(ge=0)]
-PositiveFloat = Annotated[float, Field(gt=0, allow_inf_nan=False)]
-NonNegativeFloat = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
 
 class RunConfig(Config):

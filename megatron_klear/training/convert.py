@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from megatron_klear.checkpoint.hf import HfWriter, open_folder
+from megatron_klear.checkpoint.hf import HfWriter, export_folder, open_folder
 from megatron_klear.checkpoint.store import CheckpointStore
 from megatron_klear.config.model import Qwen3Shape, read_shape
 from megatron_klear.config.recipe import ParallelConfig
@@ -96,13 +96,13 @@ def _import(stage: ModelStage, args: argparse.Namespace, context: ParallelContex
 
 def _export(stage: ModelStage, args: argparse.Namespace, context: ParallelContext) -> str:
     CheckpointStore(args.megatron, context).load(stage)
+    writer = None
+    if context.is_main:
+        writer = HfWriter(args.out, stage.shape, template=args.hf, max_shard_bytes=args.max_shard_bytes)
     weights = export_weights(stage, qwen3_table(stage.shape), context)
-    if not context.is_main:
-        for _ in weights:
-            pass
+    done = export_folder(weights, writer, dtype=DTYPES[args.params_dtype])
+    if done is None:
         return ""
-    writer = HfWriter(args.out, stage.shape, template=args.hf, max_shard_bytes=args.max_shard_bytes)
-    done = writer.write(weights, dtype=DTYPES[args.params_dtype])
     return (
         f"exported {done.num_tensors} tensors, {done.num_bytes / 1e6:.1f} MB, {done.num_shards} files to {done.folder}"
     )

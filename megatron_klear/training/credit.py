@@ -88,7 +88,7 @@ def _sample_kl(batch: TrainBatch, kl: KlConfig, context: ParallelContext) -> Ten
     totals = torch.zeros(batch.num_samples, device=context.device.torch_device)
     for micro_batch in batch.micro_batches:
         owner = micro_batch.sample_index[micro_batch.sequence_ids]
-        totals.index_add_(0, owner.clamp(min=0), _charged_kl(micro_batch, kl).masked_fill(owner < 0, 0.0))
+        totals.index_add_(0, owner.clamp(min=0), _charged_kl(micro_batch, kl))
     return totals
 
 

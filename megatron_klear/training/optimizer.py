@@ -6,10 +6,11 @@ from typing import Any
 
 import torch
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
-from megatron.core.optimizer import ChainedOptimizer, MegatronOptimizer, get_megatron_optimizer
+from megatron.core.optimizer import MegatronOptimizer, get_megatron_optimizer
 from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
+from megatron_klear.checkpoint.store import optimizer_parts
 from megatron_klear.config.recipe import OptimizerConfig
 from megatron_klear.models.build import ModelStage
 from megatron_klear.parallel.scale import assert_sum_contract
@@ -79,7 +80,7 @@ def build_optimizer(
     for group in optimizer.param_groups:
         # Megatron leaves this to its own scheduler; without it norm weights, whose factor is 0, would decay too.
         group["weight_decay"] = config.weight_decay * group["wd_mult"]
-    for part in _parts(optimizer):
+    for part in optimizer_parts(optimizer):
         # Only torch's own AdamW needs the correction and knows the fused flag; Apex and TE come with their own classes.
         if type(part) is DistributedOptimizer and isinstance(part.optimizer, torch.optim.AdamW):
             part.__class__ = _TorchAdamDistributedOptimizer
@@ -87,10 +88,6 @@ def build_optimizer(
             for group in part.optimizer.param_groups:
                 group.update(fused=True, foreach=False)
     return optimizer
-
-
-def _parts(optimizer: MegatronOptimizer) -> list[Any]:
-    return list(optimizer.chained_optimizers) if isinstance(optimizer, ChainedOptimizer) else [optimizer]
 
 
 def set_learning_rate(optimizer: MegatronOptimizer, lr: float) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from megatron_klear.checkpoint.hf import HfExport, HfWriter, open_folder
+from megatron_klear.checkpoint.hf import HfExport, HfWriter, export_folder, open_folder
 from megatron_klear.checkpoint.store import TRACKER, CheckpointStore, latest_step
 from megatron_klear.config.load import dump_recipe
 from megatron_klear.config.model import Qwen3Shape, read_shape
@@ -120,19 +120,18 @@ class Run:
         """Write the Hugging Face folder that the recipe asks for; a collective. The export on rank 0."""
         if self.recipe.export.hf_dir is None:
             return None
-        weights = self.policy.export_weights()
-        if self.main is None:
-            for _ in weights:
-                pass
-            return None
-        writer = HfWriter(
-            self.recipe.export.hf_dir,
-            self.shape,
-            template=self.recipe.model.hf_checkpoint,
-            max_shard_bytes=self.recipe.export.max_shard_bytes,
-        )
-        export = writer.write(weights, dtype=DTYPES[self.recipe.model.params_dtype])
-        tqdm.write(f"exported {export.num_tensors} tensors ({export.num_bytes / 1e6:.1f} MB) to {export.folder}")
+        writer = None
+        if self.main is not None:
+            writer = HfWriter(
+                self.recipe.export.hf_dir,
+                self.shape,
+                template=self.recipe.model.hf_checkpoint,
+                max_shard_bytes=self.recipe.export.max_shard_bytes,
+            )
+        dtype = DTYPES[self.recipe.model.params_dtype]
+        export = export_folder(self.policy.export_weights(), writer, dtype=dtype)
+        if export is not None:
+            tqdm.write(f"exported {export.num_tensors} tensors ({export.num_bytes / 1e6:.1f} MB) to {export.folder}")
         return export
 
     def distribute(self, updates: Sequence[Sequence[TrainBatch]] | None) -> list[TrainBatch]:
