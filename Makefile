@@ -7,10 +7,11 @@ INSTALLED := .venv/.installed
 CONSTRAINTS = constraints/$(shell $(PYTHON) -c 'import sys; print("py311" if sys.version_info < (3, 12) else "py312")').txt
 PIP_INSTALL = $(BIN)/python -m pip install --quiet --disable-pip-version-check -c $(CONSTRAINTS)
 
-.PHONY: help venv test architecture lint types quickstart clean
+.PHONY: help venv test campaign architecture lint types quickstart clean
 
 help:
 	@echo "make test          CPU tests (without the marks gpu, slow, servers)"
+	@echo "make campaign      a run killed 40 times must end as the unbroken one (2 minutes)"
 	@echo "make architecture  import rules and the table of size budgets"
 	@echo "make lint          ruff"
 	@echo "make types         pyright"
@@ -33,6 +34,9 @@ $(INSTALLED): setup.py $(wildcard constraints/*.txt)
 # One thread: the tests run ranks side by side, and small operations are slower with more.
 test: $(INSTALLED)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q
+
+campaign: $(INSTALLED)
+	OMP_NUM_THREADS=1 $(BIN)/python tests/e2e/kill_campaign.py --kills 40
 
 architecture: $(INSTALLED)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -s tests/architecture

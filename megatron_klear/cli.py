@@ -17,6 +17,7 @@ COMMANDS: Mapping[str, tuple[str, str]] = {
     "check": ("megatron_klear.config.check:main", "list everything that is wrong with a recipe"),
     "convert": ("megatron_klear.training.convert:main", "Megatron checkpoint <-> Hugging Face folder"),
     "arithmetic": ("megatron_klear.data.arithmetic:main", "write the quickstart's problems"),
+    "checkpoint": ("megatron_klear.checkpoint.command:main", "list, show, verify or prune the checkpoints of a run"),
     "report": ("megatron_klear.report.html:main", "write the HTML report of a run"),
 }
 

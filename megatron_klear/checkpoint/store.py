@@ -1,181 +1,337 @@
-"""Megatron checkpoints: iter_0000100/ folders and latest_checkpointed_iteration.txt.
+"""Saving and loading checkpoints; every method is a collective over all ranks.
 
-A checkpoint is written under a temporary name and renamed when all of it is on disk; the tracker moves after that. So
-whatever is named iter_* is whole, and the tracker never names something that is not there.
+A save has three parts. `begin` fixes what is written and starts a thread that writes it; `poll` looks whether every
+rank's thread is done; then the files get their manifest and their name, and the tracker moves. A save that nobody
+waits for lets training go on; one at a time.
 """
 
 from __future__ import annotations
 
+import json
 import os
-import pickle
 import shutil
-from collections.abc import Mapping
+import warnings
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, TypeVar, cast
 
 import torch
-from megatron.core import dist_checkpointing
-from megatron.core.dist_checkpointing.core import CheckpointingException
-from megatron.core.optimizer import ChainedOptimizer, MegatronOptimizer
-from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
-from megatron_klear.checkpoint.inprocess import in_process_writer
+from megatron_klear import __version__
+from megatron_klear.checkpoint.folder import (
+    existing_step_folder,
+    fsync_folder,
+    latest_step,
+    partial_folder,
+    publish,
+    step_folder,
+)
+from megatron_klear.checkpoint.manifest import (
+    FileEntry,
+    Manifest,
+    damaged,
+    file_entry,
+    find_damage,
+    read_manifest,
+    write_manifest,
+)
+from megatron_klear.checkpoint.megatron_files import FAILURES, ModelPart, WriteRequest, load_part
+from megatron_klear.checkpoint.retention import Retention
 from megatron_klear.config.model import Qwen3Shape
 from megatron_klear.errors import CheckpointError
 from megatron_klear.models.build import ModelStage
-from megatron_klear.parallel.broadcast import barrier
-from megatron_klear.parallel.device import megatron_scope
-from megatron_klear.parallel.failures import CollectiveFailure, reason
+from megatron_klear.parallel.broadcast import all_ranks, gather_objects
+from megatron_klear.parallel.failures import reason
+from megatron_klear.parallel.rng import restore_rng_state, rng_state
 from megatron_klear.parallel.topology import ParallelContext
+from megatron_klear.types import Topology
 
-TRACKER = "latest_checkpointed_iteration.txt"
-
-# What a full disk, a damaged file or another model's file makes torch and Megatron raise.
-_FAILURES = (
-    OSError,
-    RuntimeError,
-    KeyError,
-    ValueError,
-    EOFError,
-    pickle.UnpicklingError,
-    CheckpointingException,
-    CollectiveFailure,
-)
-
-# Optimizer state in a layout-free form.
-_METADATA = {
-    "distrib_optim_sharding_type": "fully_reshardable",
-    "distrib_optim_fully_reshardable_mem_efficient": False,
-    "chained_optim_avoid_prefix": True,
-}
+T = TypeVar("T")
+RECIPE, STATE = "recipe.yaml", "state.json"
 
 
-def latest_step(folder: str | Path) -> int | None:
-    """Step of the newest whole checkpoint, or None where there is none."""
-    tracker = Path(folder) / TRACKER
-    if not tracker.is_file():
-        return None
-    text = tracker.read_text().strip()
-    if not text.isdecimal():
-        raise CheckpointError(f"{tracker} holds {text!r}; expected the number of an iter_* folder beside it")
-    return int(text)
+@dataclass(frozen=True, slots=True)
+class RunRecord:
+    """What a run knows beside its models, on rank 0; the other ranks' is not looked at, but for step and kind."""
+
+    step: int
+    kind: Literal["sft", "rl", "weights"]
+    recipe: str = ""
+    """YAML; empty for weights alone."""
+    state: Mapping[str, Any] = field(default_factory=dict)
+    """Cursors and counters, as JSON can hold them."""
+    tokenizer: str | None = None
+    metrics: Mapping[str, float] = field(default_factory=dict)
 
 
-def step_folder(folder: str | Path, step: int) -> Path:
-    """Where a step's checkpoint lies."""
-    return Path(folder) / f"iter_{step:07d}"
+@dataclass(frozen=True, slots=True)
+class Saved:
+    """A checkpoint on disk, checked."""
+
+    folder: Path
+    manifest: Manifest
+
+    @property
+    def recipe(self) -> str:
+        """YAML of the run that wrote it."""
+        return (self.folder / RECIPE).read_text()
+
+    @property
+    def state(self) -> dict[str, Any]:
+        """Cursors and counters of the run that wrote it."""
+        return json.loads((self.folder / STATE).read_text())
+
+
+@dataclass(frozen=True, slots=True)
+class _Pending:
+    """A save whose files are being written."""
+
+    record: RunRecord
+    models: tuple[ModelPart, ...]
+    requests: tuple[WriteRequest, ...]
+    written: Future[dict[Path, FileEntry]]
 
 
 class CheckpointStore:
-    """Saves and loads one model (and its optimizer) under one folder. Every method is a collective over all ranks."""
+    """Checkpoints of a run under one folder, which must exist before the first save."""
 
-    def __init__(self, folder: str | Path, context: ParallelContext) -> None:
+    def __init__(self, folder: str | Path, context: ParallelContext, retention: Retention = Retention()) -> None:  # noqa: B008  frozen
         self.folder = Path(folder)
         self.context = context
+        self.retention = retention
+        self._pending: _Pending | None = None
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
 
-    def save(
-        self, step: int, stage: ModelStage, optimizer: MegatronOptimizer | None, common: Mapping[str, Any]
-    ) -> Path:
-        """Write everything needed to go on; without an optimizer, the weights.
+    def save(self, models: Sequence[ModelPart], record: RunRecord) -> Path:
+        """Write a checkpoint and wait until it is published."""
+        self.begin(models, record, copy=False)
+        folder = self.wait()
+        assert folder is not None
+        return folder
 
-        `common` holds plain numbers and strings, equal on all ranks.
+    def begin(self, models: Sequence[ModelPart], record: RunRecord, *, copy: bool = True) -> Path | None:
+        """Start to write the state of this moment; waits for an earlier save first, and returns what that published.
+
+        Without `copy` the models must stay as they are until `wait` returns.
         """
-        final = step_folder(self.folder, step)
-        partial = final.with_suffix(".partial")
-        if self.context.is_main:
-            shutil.rmtree(partial, ignore_errors=True)
-            partial.mkdir(parents=True)
-        barrier()
+        earlier = self.wait()
+        partial = partial_folder(self.folder, record.step)
+        self._save_step(record.step, lambda: self._prepare(partial, models, record))
         try:
-            with megatron_scope(self.context.device), in_process_writer():
-                model_state = stage.core.sharded_state_dict(metadata=_METADATA)
-                shape = stage.shape.model_dump_json()
-                state: dict[str, Any] = {"model": model_state, "shape": shape, "common": dict(common)}
-                if optimizer is not None:
-                    _make_state(optimizer)
-                    state["optimizer"] = optimizer.sharded_state_dict(model_state, is_loading=False, metadata=_METADATA)
-                dist_checkpointing.save(state, str(partial), content_metadata=_METADATA)
-        except _FAILURES as error:
-            raise CheckpointError(
-                f"could not write checkpoint {step} to {partial}: {reason(error)}; the newest whole checkpoint in"
-                f" {self.folder} is {latest_step(self.folder)}. Free space or make the folder writable, then resume"
-            ) from error
-        if self.context.is_main:
-            self._publish(partial, final, step)
-        barrier()
-        return final
+            requests = tuple(WriteRequest(part, part.folder(partial), self.context, copy=copy) for part in models)
+        except FAILURES as error:
+            raise self._cannot_write(record.step, reason(error)) from error
+        state = None if record.kind == "weights" else rng_state(self.context.device)
+        written = self._thread.submit(_write, requests, partial / _rng_file(self.context.topology.rank), state)
+        self._pending = _Pending(record, tuple(models), requests, written)
+        return earlier
 
-    def _publish(self, partial: Path, final: Path, step: int) -> None:
-        shutil.rmtree(final, ignore_errors=True)
-        partial.rename(final)
-        tracker = self.folder / f"{TRACKER}.partial"
-        with tracker.open("w") as out:
-            out.write(str(step))
+    def poll(self) -> Path | None:
+        """Publish the save in flight if every rank has written its files; its folder then, else None."""
+        if self._pending is None or not all_ranks(self._pending.written.done(), self.context):
+            return None
+        return self.wait()
+
+    def wait(self) -> Path | None:
+        """Wait for the save in flight, if there is one, and publish it. Raises `CheckpointError` on every rank."""
+        if self._pending is None:
+            return None
+        pending, self._pending = self._pending, None
+        step = pending.record.step
+        own = self._save_step(step, pending.written.result)
+        try:
+            for request in pending.requests:
+                request.finish()
+        except FAILURES as error:
+            raise self._cannot_write(step, reason(error)) from error
+        entries = dict(pair for part in gather_objects(own) for pair in part.items())
+        folder = self._save_step(step, lambda: self._publish(pending, entries))
+        self.clean_up()
+        return folder
+
+    def _save_step(self, step: int, work: Callable[[], T]) -> T:
+        """This rank's part of a save; if it fails on any rank, all ranks raise."""
+        result, told = _together(work)
+        if told:
+            raise self._cannot_write(step, "; ".join(f"rank {rank}: {text}" for rank, text in told.items()))
+        return cast(T, result)
+
+    def _cannot_write(self, step: int, why: str) -> CheckpointError:
+        return CheckpointError(
+            f"could not write checkpoint {step} to {self.folder} ({why or 'another rank says why'});"
+            f" the newest whole checkpoint there is {latest_step(self.folder)}."
+            " Free space or make the folder writable, then resume"
+        )
+
+    def clean_up(self) -> None:
+        """Delete, on rank 0, what need not stay. If that fails it warns: one too many is no reason to stop a run."""
+        try:
+            if self.context.is_main:
+                self.retention.apply(self.folder)
+        except (OSError, CheckpointError) as error:
+            warnings.warn(f"could not delete older checkpoints in {self.folder}: {error}", stacklevel=3)
+
+    def _prepare(self, partial: Path, models: Sequence[ModelPart], record: RunRecord) -> None:
+        if not self.context.is_main:
+            return
+        if partial.exists():
+            shutil.rmtree(partial)
+        # Not its parents: a folder that vanished may be a disk that is no longer there.
+        partial.mkdir()
+        for part in models:
+            part.folder(partial).mkdir(exist_ok=True)
+        if record.kind != "weights":
+            (partial / RECIPE).write_text(record.recipe)
+            (partial / STATE).write_text(json.dumps(dict(record.state), indent=1))
+
+    def _publish(self, pending: _Pending, entries: Mapping[Path, FileEntry]) -> Path:
+        """On rank 0, name what is complete."""
+        record = pending.record
+        partial = partial_folder(self.folder, record.step)
+        if not self.context.is_main:
+            return step_folder(self.folder, record.step)
+        files = dict(entries)
+        # What rank 0 wrote beside the tensors has not been waited for yet.
+        for path in sorted(path for path in partial.rglob("*") if path.is_file() and path not in entries):
+            _fsync(path)
+            files[path] = file_entry(path)
+        for part in pending.models:
+            fsync_folder(part.folder(partial))
+        write_manifest(partial, self._manifest(pending, {str(p.relative_to(partial)): e for p, e in files.items()}))
+        return publish(self.folder, record.step)
+
+    def _manifest(self, pending: _Pending, files: dict[str, FileEntry]) -> Manifest:
+        topology, record = self.context.topology, pending.record
+        return Manifest(
+            kind=record.kind,
+            step=record.step,
+            saved_at=datetime.now(UTC).isoformat(timespec="seconds"),
+            params_dtype=str(pending.models[0].stage.core.config.params_dtype).removeprefix("torch."),
+            world_size=topology.world_size,
+            parallel=_layout(topology),
+            models={part.name: part.entry for part in pending.models},
+            tokenizer=record.tokenizer,
+            metrics={name: value for name, value in record.metrics.items() if abs(value) < float("inf")},
+            packages=_packages(),
+            files=files,
+        )
+
+    def open(self, step: int | None = None, *, verify: bool = True) -> Saved:
+        """Find a checkpoint (the newest, or `step`'s) and check it; each rank checks a share of the files."""
+
+        def find() -> Saved:
+            folder = existing_step_folder(self.folder, step)
+            manifest = read_manifest(folder)
+            if folder != step_folder(self.folder, manifest.step):
+                raise CheckpointError(f"{folder} holds step {manifest.step}; give the folder its own name back")
+            return Saved(folder, manifest)
+
+        # Every rank reads it: a folder that only one machine has is found out here.
+        saved, told = _together(find)
+        if saved is None or told:
+            raise CheckpointError(next(iter(told.values())))
+        if verify:
+            topology = self.context.topology
+            own = sorted(saved.manifest.files)[topology.rank :: topology.world_size]
+            faults = [
+                fault for part in gather_objects(find_damage(saved.folder, saved.manifest, own)) for fault in part
+            ]
+            if faults:
+                raise damaged(saved.folder, faults)
+        return saved
+
+    def load(self, part: ModelPart, saved: Saved) -> int:
+        """Bring a model (and its optimizer, which made no step yet) to the state it was saved in; its version."""
+        entry = saved.manifest.models.get(part.name)
+        if entry is None:
+            held = ", ".join(saved.manifest.models)
+            raise CheckpointError(
+                f"{saved.folder} holds no {part.name}, only {held}; start a fresh run from its weights with model.load"
+            )
+        _check_same_model(saved.folder, entry.shape, part.stage.shape)
+        wanted = part.entry.optimizer
+        if wanted is not None and entry.optimizer != wanted:
+            raise CheckpointError(_other_optimizer(saved.folder, entry.optimizer, wanted))
+        try:
+            load_part(part, saved.folder, self.context)
+        except FAILURES as error:
+            raise CheckpointError(
+                f"{saved.folder} could not be loaded ({reason(error)}); expected a whole checkpoint written by"
+                " megatron-klear: `megatron-klear checkpoint verify` looks at every file of it"
+            ) from error
+        return entry.version
+
+    def load_weights(self, stage: ModelStage, *, verify: bool = True) -> None:
+        """The policy's weights of the newest checkpoint, and nothing else."""
+        self.load(ModelPart(stage), self.open(verify=verify))
+
+    def restore_rng(self, saved: Saved) -> bool:
+        """Random state of this rank, where the checkpoint was written from the same layout; else False."""
+        topology = self.context.topology
+        if saved.manifest.parallel != _layout(topology):
+            return False
+        path = saved.folder / _rng_file(topology.rank)
+        try:
+            restore_rng_state(torch.load(path, weights_only=True), self.context.device)
+        except FAILURES as error:
+            raise CheckpointError(f"{path} could not be loaded ({reason(error)}); resume from another step") from error
+        return True
+
+
+def _together(work: Callable[[], T]) -> tuple[T | None, dict[int, str]]:
+    """The result of this rank's work, and what failed on which ranks (the same on all of them)."""
+    result, failure = None, None
+    try:
+        result = work()
+    except FAILURES as error:
+        failure = str(error) if isinstance(error, CheckpointError) else reason(error)
+    return result, {rank: text for rank, text in enumerate(gather_objects(failure)) if text is not None}
+
+
+def _layout(topology: Topology) -> dict[str, int]:
+    return {
+        "tensor_model_parallel_size": topology.tensor_size,
+        "pipeline_model_parallel_size": topology.pipeline_size,
+        "data_parallel_size": topology.data_size,
+    }
+
+
+def _write(requests: Iterable[WriteRequest], rng_path: Path, state: dict[str, Any] | None) -> dict[Path, FileEntry]:
+    """All files of this rank."""
+    entries: dict[Path, FileEntry] = {}
+    for request in requests:
+        entries |= request.write()
+    if state is not None:
+        with rng_path.open("wb") as out:
+            torch.save(state, out)
             out.flush()
             os.fsync(out.fileno())
-        tracker.rename(self.folder / TRACKER)
+        entries[rng_path] = file_entry(rng_path)
+    return entries
 
-    def load(
-        self, stage: ModelStage, optimizer: MegatronOptimizer | None = None, *, step: int | None = None
-    ) -> dict[str, Any]:
-        """Load a checkpoint (the newest, or `step`'s) into the model, and into an optimizer that made no step yet.
 
-        Returns its `common`.
-        """
-        step = latest_step(self.folder) if step is None else step
-        if step is None:
-            raise CheckpointError(
-                f"{self.folder} holds no {TRACKER}; expected the folder that a run saved into (the parent of iter_*)"
-            )
-        folder = step_folder(self.folder, step)
-        if not folder.is_dir():
-            raise CheckpointError(f"{self.folder / TRACKER} names step {step}, but {folder} does not exist")
+def _rng_file(rank: int) -> str:
+    return f"rng_{rank:05d}.pt"
+
+
+def _fsync(path: Path) -> None:
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
+
+
+def _packages() -> dict[str, str]:
+    """Versions of what shapes the numbers."""
+    found = {"megatron-klear": __version__}
+    for name in ("torch", "megatron-core", "transformer-engine", "transformers", "numpy"):
         try:
-            saved = Qwen3Shape.model_validate_json(dist_checkpointing.load_common_state_dict(str(folder))["shape"])
-        except _FAILURES as error:
-            raise _cannot_load(folder, error) from error
-        _check_same_model(folder, saved, stage.shape)
-        try:
-            return self._load(folder, stage, optimizer)
-        except _FAILURES as error:
-            raise _cannot_load(folder, error) from error
-
-    def _load(self, folder: Path, stage: ModelStage, optimizer: MegatronOptimizer | None) -> dict[str, Any]:
-        with megatron_scope(self.context.device):
-            model_state = stage.core.sharded_state_dict(metadata=_METADATA)
-            state: dict[str, Any] = {"model": model_state}
-            if optimizer is not None:
-                _make_state(optimizer)
-                state["optimizer"] = optimizer.sharded_state_dict(model_state, is_loading=True, metadata=_METADATA)
-            loaded: Any = dist_checkpointing.load(state, str(folder))
-            stage.core.load_state_dict(loaded["model"])
-            if optimizer is not None:
-                settings = [_settings(part) for part in optimizer_parts(optimizer)]
-                optimizer.load_state_dict(loaded["optimizer"])
-                for part, own in zip(optimizer_parts(optimizer), settings, strict=True):
-                    for group, values in zip(part.optimizer.param_groups, own, strict=True):
-                        group.update(values)
-        return loaded["common"]
-
-
-def optimizer_parts(optimizer: MegatronOptimizer) -> list[Any]:
-    """The optimizers that Megatron chained, or the one there is."""
-    return list(optimizer.chained_optimizers) if isinstance(optimizer, ChainedOptimizer) else [optimizer]
-
-
-def _settings(part: Any) -> list[dict[str, Any]]:
-    """Weight decay, betas and the like by parameter group. The checkpoint holds them too, but the recipe decides."""
-    return [
-        {key: value for key, value in group.items() if key not in ("params", "step")}
-        for group in part.optimizer.param_groups
-    ]
-
-
-def _cannot_load(folder: Path, error: BaseException) -> CheckpointError:
-    return CheckpointError(
-        f"{folder} could not be loaded ({reason(error)}); expected a whole checkpoint written by megatron-klear."
-        f" An older one beside it can be loaded by writing its step into {TRACKER}"
-    )
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return found
 
 
 def _check_same_model(folder: Path, saved: Qwen3Shape, wanted: Qwen3Shape) -> None:
@@ -189,18 +345,11 @@ def _check_same_model(folder: Path, saved: Qwen3Shape, wanted: Qwen3Shape) -> No
     )
 
 
-def _make_state(optimizer: MegatronOptimizer) -> None:
-    """Give an optimizer that made no step yet the state it would start with, to save it or to load into it.
-
-    Megatron's own way takes a step with zero gradients, which counts, and decays the weights.
-    """
-    for part in optimizer_parts(optimizer):
-        inner = part.optimizer
-        if not isinstance(part, DistributedOptimizer) or not isinstance(inner, torch.optim.AdamW) or inner.state:
-            continue
-        for parameter in (p for group in inner.param_groups for p in group["params"]):
-            inner.state[parameter] = {
-                "step": torch.zeros((), dtype=torch.float32, device=parameter.device),
-                "exp_avg": torch.zeros_like(parameter),
-                "exp_avg_sq": torch.zeros_like(parameter),
-            }
+def _other_optimizer(folder: Path, found: str | None, wanted: str) -> str:
+    if found is None:
+        return f"{folder} holds weights without optimizer state; start from them with model.load instead of resuming"
+    needed = str(found == "distributed").lower()
+    return (
+        f"{folder} holds the state of a {found} optimizer, this run has a {wanted} one;"
+        f" resume with parallel.use_distributed_optimizer={needed}"
+    )

@@ -39,7 +39,8 @@ def _read(path: Path) -> Document:
         raise _error(path, [Fault("recipe", str(path), f"is not UTF-8 text: {error}")]) from error
 
 
-def _infer_kind(raw: Mapping[str, Any]) -> Kind | Fault:
+def infer_kind(raw: Mapping[str, Any]) -> Kind | Fault:
+    """Which kind of recipe nested data is by its top-level keys, or why that cannot be told."""
     found: list[Kind] = [kind for kind, mark in _MARKS.items() if mark in raw]
     if len(found) == 1:
         return found[0]
@@ -51,7 +52,7 @@ def _infer_kind(raw: Mapping[str, Any]) -> Kind | Fault:
 
 
 def _settle_kind(raw: Mapping[str, Any], wanted: Kind | None) -> Kind | Fault:
-    inferred = _infer_kind(raw)
+    inferred = infer_kind(raw)
     if wanted is None:
         return inferred
     if isinstance(inferred, Fault) or inferred == wanted:

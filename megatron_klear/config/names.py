@@ -79,6 +79,11 @@ def is_optional(annotation: Any) -> bool:
     return type(None) in get_args(annotation)
 
 
+def _is_boolean(annotation: Any) -> bool:
+    """Whether `true` is a value of a field, alone or beside others."""
+    return bool in (annotation, *get_args(annotation))
+
+
 def _sections_below(name: str, annotation: Any) -> Iterator[tuple[str, tuple[type[Config], ...]]]:
     models = section_models(annotation)
     if models:
@@ -106,7 +111,7 @@ def _condition(section: str, name: str, models: tuple[type[Config], ...]) -> str
 
 
 def _section_leaves(section: str, models: tuple[type[Config], ...], *, in_optional: bool) -> Iterator[Leaf]:
-    names = {name: field.annotation is bool for model in models for name, field in model.model_fields.items()}
+    names = {name: _is_boolean(field.annotation) for model in models for name, field in model.model_fields.items()}
     for name, is_boolean in names.items():
         yield Leaf(f"{section}.{name}", is_boolean, _condition(section, name, models), in_optional)
 
@@ -115,7 +120,9 @@ def leaves_of(kind: Kind) -> dict[str, Leaf]:
     """Every setting of a recipe of this kind, by dotted key. A section inside a section counts as a setting too."""
     fields = RECIPES[kind].model_fields
     leaves = [
-        Leaf(name, field.annotation is bool) for name, field in fields.items() if not section_models(field.annotation)
+        Leaf(name, _is_boolean(field.annotation))
+        for name, field in fields.items()
+        if not section_models(field.annotation)
     ]
     for section, models in sections_of(kind).items():
         in_optional = section in fields and is_optional(fields[section].annotation)

@@ -93,8 +93,30 @@ class CheckpointConfig(Config):
     """Folder of iter_* and latest_checkpointed_iteration.txt; output_dir/checkpoints if not given."""
     save_interval: PositiveInt | None = None
     """Save every so many steps, and always at the end; only at the end if not given."""
-    resume: bool = False
-    """Go on from the newest checkpoint in `save`: weights, optimizer, schedule, data cursor, random state."""
+    async_save: bool = False
+    """Write the files while training goes on, at most one save at a time; a save that finds the last one still writing
+    waits for it. Costs host memory for one copy of the weights and the optimizer state."""
+    keep_last: PositiveInt | None = None
+    """How many of the newest checkpoints stay; older ones are deleted once a newer one is complete. All stay if not
+    given."""
+    keep_every: PositiveInt | None = None
+    """Besides the newest, those of every n-th step stay; a multiple of save_interval."""
+    keep_best: PositiveInt | None = None
+    """Besides the newest, so many with the best keep_best_metric stay; of equals, the earlier."""
+    keep_best_metric: str = "eval/accuracy"
+    """Which metric of the checkpoint's own step says what is best, by its name in metrics.jsonl."""
+    keep_best_mode: Literal["max", "min"] = "max"
+    """Whether high or low is good."""
+    resume: bool | Literal["auto"] = False
+    """true: go on from the newest checkpoint in `save` (weights, optimizer, schedule, data cursor, random state); an
+    error if there is none. auto: the same, or a fresh start where there is none yet, so that one command line serves
+    the first launch and every requeue; what an attempt killed before its first checkpoint wrote is done again."""
+    ckpt_step: NonNegativeInt | None = None
+    """Go on from the checkpoint of this step instead of the newest."""
+    verify_checksums: bool = True
+    """Compare every file of the checkpoint with its checksum before going on from it; each rank reads a share."""
+    allow_recipe_changes: bool = False
+    """Go on although settings that change what is learnt differ from those the checkpoint was saved with."""
     overwrite: bool = False
     """Allow a fresh run in a folder that holds another run's output; that output is deleted."""
 

@@ -22,7 +22,8 @@ After the recipe, a command line may override settings, each at most once:
 - `section.key=value`, for example `optimizer.lr=1e-6`;
 - `--flag value` or `--flag=value`, where the key's name is unique: `--tensor-model-parallel-size 2`
   (`critic` aside: `--lr` is `optimizer.lr`).
-  A flag that is true or false stands alone: `--sequence-parallel`; to unset one, `--use-distributed-optimizer=false`.
+  A flag that is true or false stands alone: `--sequence-parallel`; to unset one, `--use-distributed-optimizer=false`;
+  to give it another value, `--resume=auto`.
 
 Numbers are written as in YAML 1.2 (`1e-6` is a number), `null` unsets, and text that looks like a number needs quotes.
 An unknown key, a key given twice, and a setting that would have no effect are errors.

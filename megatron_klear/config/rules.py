@@ -261,6 +261,34 @@ def _resume_keeps_output(checkpoint: CheckpointConfig) -> Faults:
         yield Fault("checkpoint.overwrite", True, reason, "keep one")
 
 
+def _multiples_beside(value: int, unit: int) -> str:
+    below = value // unit * unit
+    return f"{below} or {below + unit}" if below else str(unit)
+
+
+def _kept_steps_are_saved(checkpoint: CheckpointConfig) -> Faults:
+    every, interval = checkpoint.keep_every, checkpoint.save_interval
+    if every is not None and interval is not None and every % interval:
+        reason = f"must be a multiple of checkpoint.save_interval {interval}: other steps are not saved"
+        yield Fault("checkpoint.keep_every", every, reason, _multiples_beside(every, interval))
+
+
+def _best_is_measured(checkpoint: CheckpointConfig, evaluation: EvalConfig) -> Faults:
+    metric, save = checkpoint.keep_best_metric, checkpoint.save_interval
+    if checkpoint.keep_best is None or save is None or not metric.startswith("eval/"):
+        return
+    without = f"a checkpoint without {metric} is never among the best"
+    if evaluation.prompt_data is None:
+        reason = f"{without}, and nothing is evaluated without eval.prompt_data"
+        yield Fault("checkpoint.keep_best", checkpoint.keep_best, reason, "set it, or another keep_best_metric")
+    elif evaluation.eval_interval is None:
+        reason = f"needed with checkpoint.keep_best: {without}"
+        yield Fault("eval.eval_interval", NOT_GIVEN, reason, f"for example checkpoint.save_interval {save}")
+    elif save % evaluation.eval_interval:
+        reason = f"must be a multiple of eval.eval_interval {evaluation.eval_interval}: {without}"
+        yield Fault("checkpoint.save_interval", save, reason, _multiples_beside(save, evaluation.eval_interval))
+
+
 def _output_folder_is_its_own(run: RunConfig, checkpoint: CheckpointConfig) -> Faults:
     if not run.output_dir:
         yield Fault("run.output_dir", run.output_dir, "expected the name of a folder")
@@ -297,6 +325,8 @@ _RULES: tuple[tuple[Callable[..., Faults], tuple[str, ...]], ...] = (
     (_training_data_exists, ("data",)),
     (_evaluation_data_exists, ("eval",)),
     (_resume_keeps_output, ("checkpoint",)),
+    (_kept_steps_are_saved, ("checkpoint",)),
+    (_best_is_measured, ("checkpoint", "eval")),
     (_output_folder_is_its_own, ("run", "checkpoint")),
     *RL_RULES,
 )

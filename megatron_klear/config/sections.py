@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -51,7 +51,23 @@ def _hint(error: ErrorDetails) -> str:
     return "" if value is None else _HINTS.get(error["type"], "")
 
 
-def _fault(key: str, error: ErrorDetails, field: FieldInfo, kind: Kind) -> Fault:
+def _setting(annotation: Any, location: tuple[int | str, ...]) -> tuple[int | str, ...]:
+    """The part of an error's location that names the setting, without the choices of unions."""
+    models = section_models(annotation)
+    # In a union of sections the location starts with the chosen one.
+    path = location[1:] if len(models) > 1 else location
+    for depth, name in enumerate(path, start=1):
+        fields = [model.model_fields[str(name)] for model in models if name in model.model_fields]
+        models = tuple(model for field in fields for model in section_models(field.annotation))
+        # Below a plain setting stands which of its choices was tried.
+        if fields and not models:
+            return path[:depth]
+    return path
+
+
+def _fault(key: str, errors: Sequence[ErrorDetails], field: FieldInfo, kind: Kind) -> Fault:
+    """A setting with a choice of types, such as true, false or auto, has an error for each."""
+    error = errors[0]
     if error["type"] == "missing":
         return Fault(key, NOT_GIVEN, "needed, it has no default")
     if error["type"] == "extra_forbidden":
@@ -64,7 +80,13 @@ def _fault(key: str, error: ErrorDetails, field: FieldInfo, kind: Kind) -> Fault
         given = error["input"].get("type", NOT_GIVEN)
         return Fault(f"{key}.type", given, f"expected one of {', '.join(tags)}", did_you_mean(given, tags))
     message = error["msg"][0].lower() + error["msg"][1:]
-    return Fault(key, error["input"], message.removeprefix("input "), _hint(error))
+    expected = [
+        message.removeprefix("input "),
+        *(other["msg"].removeprefix("Input should be ") for other in errors[1:]),
+    ]
+    # The later choices are words: a similar one says more than how to write the first.
+    hint = next(filter(None, map(_hint, reversed(errors))), "")
+    return Fault(key, error["input"], " or ".join(expected), hint)
 
 
 def _validate(name: str, value: Any, kind: Kind) -> tuple[Any, list[Fault]]:
@@ -75,12 +97,11 @@ def _validate(name: str, value: Any, kind: Kind) -> tuple[Any, list[Fault]]:
         # Strict: `true` is not 1 and "32" is not 32.
         return adapter.validate_python(value, strict=True), []
     except ValidationError as error:
-        faults = []
+        errors: dict[str, list[ErrorDetails]] = {}
         for detail in error.errors(include_url=False):
-            # In a union the location starts with the chosen variant, which is no part of the key.
-            path = detail["loc"][1:] if len(section_models(field.annotation)) > 1 else detail["loc"]
-            faults.append(_fault(".".join([name, *map(str, path)]), detail, field, kind))
-        return None, faults
+            path = _setting(field.annotation, detail["loc"])
+            errors.setdefault(".".join([name, *map(str, path)]), []).append(detail)
+        return None, [_fault(key, details, field, kind) for key, details in errors.items()]
 
 
 def _values(raw: Mapping[str, Any], kind: Kind) -> Iterator[tuple[str, Any]]:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from megatron_klear.config.loss import AdvantageConfig, AggregationConfig, CorrectionConfig, KlConfig
-from megatron_klear.config.recipe import EvalConfig, ExportConfig, RewardConfig, SelectionConfig
+from megatron_klear.config.recipe import CheckpointConfig, EvalConfig, ExportConfig, RewardConfig, SelectionConfig
 from megatron_klear.errors import Fault
 
 # Names of settings without effect, each with the reason: the words after "would have no effect".
@@ -59,7 +59,22 @@ def _unused_in_selection(selection: SelectionConfig) -> _Unused:
         yield "zero_std_metric", "with selection.drop_zero_std_groups false"
 
 
+def _unused_in_checkpoint(checkpoint: CheckpointConfig) -> _Unused:
+    keep = ("keep_every", "keep_best")
+    if checkpoint.save_interval is None:
+        reason = "without checkpoint.save_interval: one checkpoint is saved, at the end"
+        yield from ((name, reason) for name in ("async_save", "keep_last", *keep))
+    elif checkpoint.keep_last is None:
+        yield from ((name, "without checkpoint.keep_last: nothing is deleted") for name in keep)
+    if checkpoint.keep_best is None:
+        yield from ((name, "without checkpoint.keep_best") for name in ("keep_best_metric", "keep_best_mode"))
+    if checkpoint.resume is False:
+        names = ("ckpt_step", "verify_checksums", "allow_recipe_changes")
+        yield from ((name, "without checkpoint.resume") for name in names)
+
+
 _BY_SECTION: Mapping[str, Callable[[Any], _Unused]] = {
+    "checkpoint": _unused_in_checkpoint,
     "eval": _unused_in_eval,
     "export": _unused_in_export,
     "reward": _unused_in_reward,

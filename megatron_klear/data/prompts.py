@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -26,6 +26,11 @@ class PromptSet:
 
     prompts: tuple[Prompt, ...]
     dropped: Counter[str]
+
+    @property
+    def fingerprint(self) -> str:
+        """Changes with any prompt, answer or their order."""
+        return fingerprint(prompt.prompt_id.encode() for prompt in self.prompts)
 
 
 def load_prompts(cfg: PromptDataConfig, tokenizer: ChatTokenizer) -> PromptSet:
@@ -134,14 +139,23 @@ def _with_unique_id(prompt: Prompt, *, copy: int) -> Prompt:
     return prompt if copy == 1 else replace(prompt, prompt_id=f"{prompt.prompt_id}-{copy}")
 
 
+def fingerprint(items: Iterable[bytes]) -> str:
+    """Short hash of a sequence of items."""
+    total = hashlib.sha256()
+    for item in items:
+        total.update(len(item).to_bytes(8, "little"))
+        total.update(item)
+    return total.hexdigest()[:16]
+
+
 class ItemStream:
     """Endless order over `num_items` indices: each epoch a new permutation, fixed by the seed and the epoch alone."""
 
-    def __init__(self, num_items: int, seed: int) -> None:
-        """Raises `DataError` if there are no items."""
+    def __init__(self, num_items: int, seed: int, *, fingerprint: str = "") -> None:
+        """`fingerprint` tells the items apart from others of the same number. Raises `DataError` if there are none."""
         if num_items < 1:
             raise DataError(f"cannot draw from {num_items} items; expected at least one row of data")
-        self._num_items, self._seed = num_items, seed
+        self._num_items, self._seed, self._fingerprint = num_items, seed, fingerprint
         self._epoch, self._position = 0, 0
         self._order = self._permutation()
 
@@ -158,11 +172,17 @@ class ItemStream:
             taken += part
         return taken
 
-    def state(self) -> dict[str, int]:
-        """All that `restore` needs; plain integers."""
-        return {"num_items": self._num_items, "seed": self._seed, "epoch": self._epoch, "position": self._position}
+    def state(self) -> dict[str, int | str]:
+        """All that `restore` needs."""
+        return {
+            "num_items": self._num_items,
+            "seed": self._seed,
+            "fingerprint": self._fingerprint,
+            "epoch": self._epoch,
+            "position": self._position,
+        }
 
-    def restore(self, state: Mapping[str, int]) -> None:
+    def restore(self, state: Mapping[str, Any]) -> None:
         """Go on exactly where `state` was taken. Raises `CheckpointError` for a state of other data or another seed."""
         own = self.state()
         if set(state) != set(own):
@@ -170,7 +190,7 @@ class ItemStream:
                 f"data state has the fields {sorted(state)}, expected {sorted(own)}; the checkpoint is damaged"
                 " or of another version: resume from an older one"
             )
-        for name in ("num_items", "seed"):
+        for name in ("num_items", "seed", "fingerprint"):
             if state[name] != own[name]:
                 raise CheckpointError(
                     f"the checkpoint's data order was made with {name} = {state[name]}, this run has {own[name]};"

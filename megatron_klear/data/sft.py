@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from array import array
 from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from megatron_klear.config.recipe import SftDataConfig
 from megatron_klear.data.messages import Conversation, to_messages
+from megatron_klear.data.prompts import fingerprint
 from megatron_klear.data.records import Row, read_rows
 from megatron_klear.errors import DataError
 from megatron_klear.types import Prompt, Sample
@@ -23,6 +25,12 @@ class SftSet:
     samples: tuple[Sample, ...]
     dropped: Counter[str]
     num_truncated: int = 0
+
+    @property
+    def fingerprint(self) -> str:
+        """Changes with any token, any mask entry, or the order of samples."""
+        rows = (array("q", sample.token_ids).tobytes() + bytes(sample.loss_mask) for sample in self.samples)
+        return fingerprint(rows)
 
 
 def load_sft(cfg: SftDataConfig, tokenizer: ChatTokenizer) -> SftSet:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 from jinja2 import TemplateError
@@ -36,6 +38,13 @@ class ChatTokenizer:
         found = [tokenizer.eos_token_id, *stop_token_ids, self._turn_end()]
         self.stop_token_ids: tuple[int, ...] = tuple(dict.fromkeys(token for token in found if token is not None))
         """Tokens that end a response, the tokenizer's end of text first."""
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Short hash of the vocabulary, the stop tokens and the chat template; equal wherever the folder lies."""
+        vocabulary = sorted(self._tokenizer.get_vocab().items())
+        parts = [vocabulary, self.stop_token_ids, self._tokenizer.chat_template]
+        return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:16]
 
     def encode(self, text: str) -> list[int]:
         """Token ids of the text as it stands. Raises `DataError` for text that the vocabulary cannot express."""

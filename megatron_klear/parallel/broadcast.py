@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_klear.errors import KlearError
 from megatron_klear.metrics import Metric
 from megatron_klear.parallel.topology import ParallelContext
 
@@ -40,9 +43,41 @@ def scatter_to_replicas(tensors: Sequence[Tensor] | None, dtype: torch.dtype, co
     return buffer[:own]
 
 
-def barrier() -> None:
-    """Wait until every rank is here."""
-    dist.barrier()
+def all_ranks(flag: bool, context: ParallelContext) -> bool:
+    """True on every rank if it is true on every rank."""
+    tensor = torch.tensor([int(flag)], device=context.device.torch_device)
+    dist.all_reduce(tensor, op=dist.ReduceOp.MIN)
+    return bool(tensor.item())
+
+
+def largest(number: int, context: ParallelContext) -> int:
+    """The largest of all ranks' numbers, on every rank."""
+    tensor = torch.tensor([number], device=context.device.torch_device)
+    dist.all_reduce(tensor, op=dist.ReduceOp.MAX)
+    return int(tensor.item())
+
+
+def gather_objects(value: Any) -> list[Any]:
+    """Every rank's small value (it is pickled), by rank, on every rank."""
+    values: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
+
+
+@contextlib.contextmanager
+def main_first() -> Iterator[None]:
+    """What rank 0 does in the block may fail with an error of ours; then every rank raises it, and none waits."""
+    failure: KlearError | None = None
+    try:
+        yield
+    except KlearError as error:
+        failure = error
+    holder = [failure]
+    dist.broadcast_object_list(holder, src=0)
+    if failure is not None:
+        raise failure
+    if holder[0] is not None:
+        raise holder[0]
 
 
 def broadcast_number(value: float, context: ParallelContext) -> float:

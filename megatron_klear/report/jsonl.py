@@ -74,6 +74,11 @@ def cut_after(path: Path, step: int) -> None:
         file.flush()
         os.fsync(file.fileno())
     os.replace(draft, path)
+    folder = os.open(path.parent, os.O_RDONLY)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)
 
 
 def _rows(path: Path) -> Iterator[tuple[bytes, Record | None]]:

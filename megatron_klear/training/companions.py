@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 
 import torch
 
+from megatron_klear.checkpoint.folder import TRACKER
 from megatron_klear.checkpoint.hf import open_folder
-from megatron_klear.checkpoint.store import TRACKER, CheckpointStore
+from megatron_klear.checkpoint.store import CheckpointStore
 from megatron_klear.config.loss import CorrectionConfig, KlConfig
 from megatron_klear.config.recipe import RlRecipe
 from megatron_klear.losses.gae import ValueLoss
@@ -21,7 +21,7 @@ from megatron_klear.training.health import NonFiniteGuard
 from megatron_klear.training.learner import LearnerSettings
 from megatron_klear.training.policy import Policy
 from megatron_klear.training.reference import Reference
-from megatron_klear.training.run import CRITIC_FOLDER, REFERENCE_FOLDER, Run
+from megatron_klear.training.run import Run
 from megatron_klear.types import StepReport, TrainBatch
 
 
@@ -35,7 +35,7 @@ class Companions:
         self._interval = recipe.kl.ref_update_interval
         self._value_loss = ValueLoss(recipe.critic.value_clip if recipe.critic is not None else None)
         dumps = Path(recipe.run.output_dir) / "nonfinite" / "critic"
-        self._guard = NonFiniteGuard(recipe.health, dumps, loss="critic/loss")
+        self.guard = NonFiniteGuard(recipe.health, dumps, loss="critic/loss")
 
     def annotators(self, policy: Policy, correction: CorrectionConfig) -> Annotators:
         """Who looks at a step's micro-batches."""
@@ -46,7 +46,7 @@ class Companions:
         if self.critic is None:
             return None
         report = self.critic.update(batch, self._value_loss)
-        self._guard.check(step, report, self.critic, batch)
+        self.guard.check(step, report, self.critic, batch)
         return report
 
     def after_step(self, step: int, stage: ModelStage) -> None:
@@ -56,40 +56,28 @@ class Companions:
 
 
 def build_companions(run: Run, recipe: RlRecipe) -> Companions:
-    """What the recipe needs, restored where the run resumes; their checkpoints are written before the policy's."""
+    """What the recipe needs, registered to be saved, and restored where the run goes on."""
     reference = _reference(run, recipe.kl) if recipe.kl.kl_coef > 0 else None
     critic = _critic(run, recipe) if recipe.advantage.type == "gae" else None
-    return Companions(recipe, reference, critic)
+    companions = Companions(recipe, reference, critic)
+    run.checkpoints.add_state("critic_guard", companions.guard)
+    return companions
 
 
 def _reference(run: Run, config: KlConfig) -> Reference:
     """The starting weights (or `ref_load`'s), snapshot on the CPU."""
-    stage, folder = run.policy.stage, run.store.folder / REFERENCE_FOLDER
-    store = CheckpointStore(folder, run.context)
+    stage = run.policy.stage
     reference = Reference(stage)
-    if run.resumed:
-        _read(reference, stage, lambda: store.load(stage, step=run.start_step - 1))
-    elif config.ref_load is not None:
-        _read(reference, stage, lambda: _load_weights(run, stage, config.ref_load or ""))
-
-    def save(step: int) -> None:
-        with reference.swapped_in(stage):
-            store.save(step, stage, None, {"step": step})
-
-    run.before_save.append(save)
+    if config.ref_load is not None and run.checkpoints.saved is None:
+        with reference.through(stage):
+            _load_weights(run, stage, config.ref_load)
+    run.checkpoints.add_weights(stage, "reference", lambda: reference.through(stage))
     return reference
-
-
-def _read(reference: Reference, stage: ModelStage, load: Callable[[], object]) -> None:
-    """Load the reference's weights through the stage, which keeps its own."""
-    with reference.swapped_in(stage):
-        load()
-        reference.refresh(stage)
 
 
 def _load_weights(run: Run, stage: ModelStage, path: str) -> None:
     if (Path(path) / TRACKER).is_file():
-        CheckpointStore(path, run.context).load(stage)
+        CheckpointStore(path, run.context).load_weights(stage)
         return
     with open_folder(path, stage.shape) as source:
         import_weights(stage, qwen3_table(stage.shape), source)
@@ -117,12 +105,5 @@ def _critic(run: Run, recipe: RlRecipe) -> Critic:
                 parameter.copy_(weights[name])
 
     critic = build_critic(critic_shape(run.shape), fill, run.context, settings)
-    store = CheckpointStore(run.store.folder / CRITIC_FOLDER, run.context)
-    if run.resumed:
-        critic.version = int(store.load(critic.stage, critic.optimizer, step=run.start_step - 1)["version"])
-
-    def save(step: int) -> None:
-        store.save(step, critic.stage, critic.optimizer, {"step": step, "version": critic.version})
-
-    run.before_save.append(save)
+    run.checkpoints.add_learner(critic, "critic")
     return critic

@@ -8,13 +8,15 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from megatron_klear.checkpoint.hf import HfWriter, export_folder, open_folder
-from megatron_klear.checkpoint.store import CheckpointStore
+from megatron_klear.checkpoint.megatron_files import ModelPart
+from megatron_klear.checkpoint.store import CheckpointStore, RunRecord
 from megatron_klear.config.model import Qwen3Shape, read_shape
 from megatron_klear.config.recipe import ParallelConfig
 from megatron_klear.config.rules import check_sections
@@ -90,12 +92,14 @@ def megatron_logits(stage: ModelStage, rows: Sequence[Tensor], context: Parallel
 def _import(stage: ModelStage, args: argparse.Namespace, context: ParallelContext) -> str:
     with open_folder(args.hf, stage.shape) as source:
         import_weights(stage, qwen3_table(stage.shape), source)
-    folder = CheckpointStore(args.megatron, context).save(0, stage, None, {"step": 0, "version": 0})
+    if context.is_main:
+        Path(args.megatron).mkdir(parents=True, exist_ok=True)
+    folder = CheckpointStore(args.megatron, context).save([ModelPart(stage)], RunRecord(0, "weights"))
     return f"imported {args.hf} to {folder}"
 
 
 def _export(stage: ModelStage, args: argparse.Namespace, context: ParallelContext) -> str:
-    CheckpointStore(args.megatron, context).load(stage)
+    CheckpointStore(args.megatron, context).load_weights(stage)
     writer = None
     if context.is_main:
         writer = HfWriter(args.out, stage.shape, template=args.hf, max_shard_bytes=args.max_shard_bytes)
@@ -109,7 +113,7 @@ def _export(stage: ModelStage, args: argparse.Namespace, context: ParallelContex
 
 
 def _verify(stage: ModelStage, args: argparse.Namespace, context: ParallelContext) -> str:
-    CheckpointStore(args.megatron, context).load(stage)
+    CheckpointStore(args.megatron, context).load_weights(stage)
     result = verify(stage, args.hf, context)
     if result is None:
         return ""

@@ -87,6 +87,14 @@ class NonFiniteGuard:
             )
         warnings.warn(message, stacklevel=2)
 
+    def state(self) -> dict[str, int]:
+        """For a checkpoint."""
+        return {"in_a_row": self.in_a_row}
+
+    def restore(self, state: Mapping[str, int]) -> None:
+        """Go on where `state` was taken."""
+        self.in_a_row = state["in_a_row"]
+
     def _dump(self, step: int, learner: Learner, batch: TrainBatch) -> Path:
         self.folder.mkdir(parents=True, exist_ok=True)
         path = self.folder / f"step_{step}_rank_{learner.context.topology.rank}.pt"
@@ -115,6 +123,14 @@ class ConstantRewardAlarm:
         self.patience = config.constant_reward_alarm_steps
         self.last = math.nan
         self.count = 0
+
+    def state(self) -> dict[str, float]:
+        """For a checkpoint."""
+        return {"last": self.last, "count": self.count}
+
+    def restore(self, state: Mapping[str, float]) -> None:
+        """Go on where `state` was taken."""
+        self.last, self.count = state["last"], int(state["count"])
 
     def see(self, reward: float) -> bool:
         """Take a step's mean reward; True (and a warning) every `patience` steps without a change."""

@@ -10,7 +10,7 @@ from megatron.core.optimizer import MegatronOptimizer, get_megatron_optimizer
 from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
-from megatron_klear.checkpoint.store import optimizer_parts
+from megatron_klear.checkpoint.optimizer_state import optimizer_parts
 from megatron_klear.config.recipe import OptimizerConfig
 from megatron_klear.models.build import ModelStage
 from megatron_klear.parallel.scale import assert_sum_contract

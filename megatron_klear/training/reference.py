@@ -31,6 +31,13 @@ class Reference:
         finally:
             _restore(stage, own)
 
+    @contextlib.contextmanager
+    def through(self, stage: ModelStage) -> Iterator[None]:
+        """As `swapped_in`; what the stage holds when the block ends becomes the reference."""
+        with self.swapped_in(stage):
+            yield
+            self.refresh(stage)
+
 
 def _snapshot(stage: ModelStage) -> dict[str, Tensor]:
     return {name: parameter.detach().to("cpu", copy=True) for name, parameter in stage.core.named_parameters()}

@@ -16,6 +16,7 @@ from megatron_klear.data.prompts import ItemStream
 from megatron_klear.losses.advantages import build_advantage
 from megatron_klear.losses.registry import build_loss
 from megatron_klear.metrics import results
+from megatron_klear.parallel.broadcast import main_first
 from megatron_klear.rollout.replay import load_rollout, save_rollout
 from megatron_klear.rollout.sampler import (
     SamplingPlan,
@@ -34,7 +35,7 @@ from megatron_klear.training.evaluate import readable_prompts
 from megatron_klear.training.health import ConstantRewardAlarm, check_engine_agrees, check_first_update
 from megatron_klear.training.observe import record_samples
 from megatron_klear.training.policy import HeadSettings
-from megatron_klear.training.run import Run, loop, open_run, pack_spec, restore_stream
+from megatron_klear.training.run import Run, loop, open_run, pack_spec
 from megatron_klear.types import Prompt, RolloutBatch, Sample, StepReport, TrainBatch
 
 LINE = (
@@ -77,12 +78,14 @@ class RlTrainer:
     def __init__(self, run: Run, recipe: RlRecipe) -> None:
         self.run = run
         self.recipe = recipe
-        self.source = _load_prompts(run, recipe)
+        with main_first():
+            self.source = _load_prompts(run, recipe)
         self.loss = build_loss(recipe.loss, recipe.kl)
         self.advantage = build_advantage(recipe.advantage)
         self.companions = build_companions(run, recipe)
         self.aggregation = Aggregation(recipe.loss.loss_agg_mode, recipe.loss.loss_scale_factor)
         self.alarm = ConstantRewardAlarm(recipe.health)
+        run.checkpoints.add_state("reward_alarm", self.alarm)
         self.checked = False
 
     def rl_step(self, step: int) -> dict[str, float]:
@@ -214,8 +217,8 @@ def _load_prompts(run: Run, recipe: RlRecipe) -> PromptSource | None:
         return None
     kept = readable_prompts(recipe.data, recipe.reward, run.main.tokenizer)
     tqdm.write(f"{len(kept.prompts)} prompts, dropped {dict(kept.dropped) or 0}")
-    stream = ItemStream(len(kept.prompts), recipe.run.seed)
-    restore_stream(run, stream)
+    stream = ItemStream(len(kept.prompts), recipe.run.seed, fingerprint=kept.fingerprint)
+    run.checkpoints.add_state("prompts", stream)
     return PromptSource(kept.prompts, stream)
 
 
@@ -229,10 +232,7 @@ def train(recipe: RlRecipe) -> None:
         trainer = RlTrainer(run, recipe)
         run.push_weights()
 
-        def cursor() -> Mapping[str, int] | None:
-            return trainer.source.stream.state() if trainer.source is not None else None
-
-        loop(run, recipe.rollout.num_rollout, trainer.rl_step, stream=cursor, keys=LINE)
+        loop(run, recipe.rollout.num_rollout, trainer.rl_step, keys=LINE)
 
 
 def main(argv: list[str]) -> int:

@@ -3,30 +3,28 @@
 from __future__ import annotations
 
 import contextlib
-import shutil
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from tqdm import tqdm
 
 from megatron_klear.checkpoint.hf import HfExport, HfWriter, export_folder, open_folder
-from megatron_klear.checkpoint.store import TRACKER, CheckpointStore, latest_step
+from megatron_klear.checkpoint.retention import Retention
+from megatron_klear.checkpoint.store import CheckpointStore, Saved
 from megatron_klear.config.load import dump_recipe
 from megatron_klear.config.model import Qwen3Shape, read_shape
-from megatron_klear.config.recipe import RewardConfig, RlRecipe, SftRecipe
+from megatron_klear.config.recipe import CheckpointConfig, Recipe, RewardConfig, RlRecipe, SftRecipe
 from megatron_klear.data.packing import PackSpec, flatten, unflatten
-from megatron_klear.data.prompts import ItemStream
 from megatron_klear.data.template import ChatTokenizer, load_tokenizer
-from megatron_klear.errors import CheckpointError, ConfigError
 from megatron_klear.models.build import DTYPES, ModelStage
 from megatron_klear.models.hf_bridge import import_weights
 from megatron_klear.models.qwen3.hf_map import qwen3_table
 from megatron_klear.models.random_init import random_source
-from megatron_klear.parallel.broadcast import broadcast_number, scatter_to_replicas
+from megatron_klear.parallel.broadcast import broadcast_number, main_first, scatter_to_replicas
+from megatron_klear.parallel.rng import seed_rank
 from megatron_klear.parallel.topology import ParallelContext, parallel_context
 from megatron_klear.protocols import RewardFn
 from megatron_klear.report.console import step_line
@@ -34,16 +32,22 @@ from megatron_klear.report.record import RunRecorder
 from megatron_klear.rewards.registry import build_reward
 from megatron_klear.rollout.embedded import EmbeddedEngine
 from megatron_klear.training.evaluate import Evaluator, load_evaluator
+from megatron_klear.training.folders import (
+    check_saved,
+    check_tokenizer,
+    claim_folders,
+    save_folder,
+    write_recipe,
+)
 from megatron_klear.training.health import NonFiniteGuard
 from megatron_klear.training.learner import LearnerSettings
 from megatron_klear.training.policy import HeadSettings, Policy, build_policy
+from megatron_klear.training.saving import RunCheckpoints
+from megatron_klear.training.stopping import StopSignals
 from megatron_klear.types import TrainBatch
 from megatron_klear.weight_sync.inprocess import InProcessSync
 
-RECIPE_FILE = "recipe.yaml"
-# Checkpoints of the models beside the policy, in folders beside its own.
-CRITIC_FOLDER, REFERENCE_FOLDER = "critic", "reference"
-_OUTPUTS = (RECIPE_FILE, "metrics.jsonl", "samples.jsonl", "tensorboard", "nonfinite", "curves.png", "report.html")
+ACCURACY = "eval/accuracy"
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +61,7 @@ class MainSide:
     recorder: RunRecorder
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class Run:
     """An open run on one rank."""
 
@@ -66,27 +70,19 @@ class Run:
     shape: Qwen3Shape
     policy: Policy
     sync: InProcessSync
-    store: CheckpointStore
+    checkpoints: RunCheckpoints
     guard: NonFiniteGuard
+    stop: StopSignals
     main: MainSide | None
-    resumed: dict[str, Any] = field(default_factory=dict)
-    """`common` state of the checkpoint that this run goes on from; empty for a fresh run."""
-    before_save: list[Callable[[int], None]] = field(default_factory=list)
-    """Called with the step before the policy is saved: what must be on disk when the tracker moves. Collectives."""
-
-    @property
-    def start_step(self) -> int:
-        """First step to do, counted from 1."""
-        return int(self.resumed.get("step", 0)) + 1
 
     def push_weights(self) -> float:
         """Bring the engine up to date, on every rank; seconds."""
         return self.sync.push(self.policy.export_weights(), self.policy.version).seconds
 
-    def evaluate(self, step: int) -> float | None:
-        """Held-out accuracy of the current weights, on every rank; None where the recipe has no evaluation."""
+    def evaluate(self, step: int) -> dict[str, float]:
+        """Held-out accuracy of the current weights, on every rank; empty where the recipe has no evaluation."""
         if self.recipe.eval.prompt_data is None:
-            return None
+            return {}
         self.push_weights()
         accuracy = 0.0
         if self.main is not None and self.main.evaluator is not None:
@@ -94,27 +90,12 @@ class Run:
             result = self.main.evaluator.run(self.main.engine)
             accuracy = result.value
             seconds = time.perf_counter() - started
-            self.main.recorder.log(step, {"eval/accuracy": accuracy, "perf/eval_time": seconds})
+            self.main.recorder.log(step, {ACCURACY: accuracy, "perf/eval_time": seconds})
             tqdm.write(
                 f"eval after step {step}: {result.num_correct} of {result.num_problems} right"
                 f" ({accuracy:.1%}) in {seconds:.1f} s"
             )
-        return broadcast_number(accuracy, self.context)
-
-    def save(self, step: int, stream: Mapping[str, int] | None) -> None:
-        """Write a checkpoint of this step. `stream` is the data cursor, known on rank 0."""
-        started = time.perf_counter()
-        for save_companion in self.before_save:
-            save_companion(step)
-        cursor = {} if stream is None else {f"stream/{key}": value for key, value in stream.items()}
-        common = {"step": step, "version": self.policy.version, **self._same_everywhere(cursor)}
-        folder = self.store.save(step, self.policy.stage, self.policy.optimizer, common)
-        if self.main is not None:
-            tqdm.write(f"saved {folder} in {time.perf_counter() - started:.1f} s")
-
-    def _same_everywhere(self, numbers: Mapping[str, int]) -> dict[str, int]:
-        """Rank 0's cursor on every rank: Megatron checks that common state is equal."""
-        return {key: int(broadcast_number(numbers.get(key, 0), self.context)) for key in STREAM_KEYS}
+        return {ACCURACY: broadcast_number(accuracy, self.context)}
 
     def export(self) -> HfExport | None:
         """Write the Hugging Face folder that the recipe asks for; a collective. The export on rank 0."""
@@ -146,9 +127,6 @@ class Run:
         return batches
 
 
-STREAM_KEYS = ("stream/num_items", "stream/seed", "stream/epoch", "stream/position")
-
-
 @contextlib.contextmanager
 def open_run(
     recipe: SftRecipe | RlRecipe,
@@ -156,70 +134,73 @@ def open_run(
     decay_iters: int,
     head: HeadSettings = HeadSettings(),  # noqa: B008  frozen
 ) -> Iterator[Run]:
-    """Everything a loop needs, on every rank. Resumes where the recipe says so."""
+    """Everything a loop needs, on every rank. Goes on from a checkpoint where the recipe says so."""
     shape = read_shape(recipe.model.hf_checkpoint)
-    save_dir = Path(recipe.checkpoint.save or Path(recipe.run.output_dir) / "checkpoints")
     with contextlib.ExitStack() as stack:
+        stop = stack.enter_context(StopSignals())
         context = stack.enter_context(parallel_context(recipe.parallel))
-        if context.is_main:
-            _guard_folders(recipe, save_dir)
-        # Nobody reads the folder before rank 0 has put it in order.
-        broadcast_number(0, context)
-        store = CheckpointStore(save_dir, context)
+        seed_rank(recipe.run.seed, context.topology.rank)
+        store = CheckpointStore(save_folder(recipe), context, _retention(recipe.checkpoint))
+        saved = _find_start(recipe, store, stack)
         settings = LearnerSettings(
             recipe.parallel, recipe.optimizer, recipe.model.params_dtype, decay_iters=decay_iters
         )
-        policy = build_policy(shape, _filler(recipe, shape, context), context, settings, head)
-        resumed: dict[str, Any] = {}
-        if recipe.checkpoint.resume:
-            resumed = store.load(policy.stage, policy.optimizer)
-            policy.version = int(resumed["version"])
-        main = None
-        if context.is_main:
-            main = _open_main_side(recipe, shape, resumed.get("step"), stack)
-        guard = NonFiniteGuard(recipe.health, Path(recipe.run.output_dir) / "nonfinite")
-        sync = InProcessSync(main.engine if main else None)
-        yield Run(recipe, context, shape, policy, sync, store, guard, main, resumed)
-
-
-def _guard_folders(recipe: SftRecipe | RlRecipe, save_dir: Path) -> None:
-    """Refuse to mix two runs in one folder; clear it where the recipe asks for that."""
-    output = Path(recipe.run.output_dir)
-    stores = [save_dir, save_dir / CRITIC_FOLDER, save_dir / REFERENCE_FOLDER]
-    found = [output / name for name in _OUTPUTS if (output / name).exists()]
-    found += [path for store in stores for path in sorted(store.glob("iter_*"))]
-    if recipe.checkpoint.resume:
-        if latest_step(save_dir) is None:
-            raise CheckpointError(
-                f"checkpoint.resume is true but {save_dir} holds no checkpoint; start without it,"
-                " or correct checkpoint.save"
-            )
-    elif found and not recipe.checkpoint.overwrite:
-        raise ConfigError(
-            f"{found[0]} belongs to an earlier run; expected an empty output_dir and save folder. Go on from it with"
-            " checkpoint.resume=true, delete it with checkpoint.overwrite=true, or choose another run.output_dir"
+        policy = build_policy(
+            shape, _filler(recipe, shape, context, resumes=saved is not None), context, settings, head
         )
-    elif found:
-        for path in found:
-            shutil.rmtree(path) if path.is_dir() else path.unlink()
-        for store in stores:
-            (store / TRACKER).unlink(missing_ok=True)
-    output.mkdir(parents=True, exist_ok=True)
+        kind = "rl" if isinstance(recipe, RlRecipe) else "sft"
+        checkpoints = RunCheckpoints(store, saved, kind=kind, in_background=recipe.checkpoint.async_save)
+        checkpoints.add_learner(policy)
+        main = None
+        with main_first():
+            if context.is_main:
+                main = _open_main_side(recipe, shape, checkpoints, stack)
+        guard = NonFiniteGuard(recipe.health, Path(recipe.run.output_dir) / "nonfinite")
+        checkpoints.add_state("guard", guard)
+        if saved is not None and not store.restore_rng(saved) and context.is_main:
+            tqdm.write(f"{saved.folder} is of another layout: random state of user code starts anew")
+        sync = InProcessSync(main.engine if main else None)
+        yield Run(recipe, context, shape, policy, sync, checkpoints, guard, stop, main)
 
 
-def _filler(recipe: SftRecipe | RlRecipe, shape: Qwen3Shape, context: ParallelContext) -> Callable[[ModelStage], None]:
+def _retention(config: CheckpointConfig) -> Retention:
+    return Retention(
+        config.keep_last, config.keep_every, config.keep_best, config.keep_best_metric, config.keep_best_mode
+    )
+
+
+def _find_start(recipe: Recipe, store: CheckpointStore, stack: contextlib.ExitStack) -> Saved | None:
+    """Claim the folders, and find the checkpoint to go on from; None for a fresh start."""
+    resumes = False
+    with main_first():
+        if store.context.is_main:
+            resumes = claim_folders(recipe, stack)
+            # A run that was killed just before it deleted would otherwise, if it is done, never do so.
+            store.clean_up()
+    if not broadcast_number(resumes, store.context):
+        return None
+    saved = store.open(recipe.checkpoint.ckpt_step, verify=recipe.checkpoint.verify_checksums)
+    with main_first():
+        if store.context.is_main:
+            check_saved(saved, recipe)
+    return saved
+
+
+def _filler(
+    recipe: Recipe, shape: Qwen3Shape, context: ParallelContext, *, resumes: bool
+) -> Callable[[ModelStage], None]:
     """Where the starting weights come from."""
     table = qwen3_table(shape)
     model = recipe.model
 
     @torch.no_grad()
     def fill(stage: ModelStage) -> None:
-        if recipe.checkpoint.resume:
+        if resumes:
             # The checkpoint overwrites them; zeros until then, so that nothing uninitialised is ever stepped on.
             for parameter in stage.core.parameters():
                 parameter.zero_()
         elif model.load is not None:
-            CheckpointStore(model.load, context).load(stage)
+            CheckpointStore(model.load, context).load_weights(stage)
         elif model.random_init:
             source = random_source(table, seed=recipe.run.seed, std=shape.initializer_range)
             import_weights(stage, table, source)
@@ -231,9 +212,12 @@ def _filler(recipe: SftRecipe | RlRecipe, shape: Qwen3Shape, context: ParallelCo
 
 
 def _open_main_side(
-    recipe: SftRecipe | RlRecipe, shape: Qwen3Shape, resume_step: int | None, stack: contextlib.ExitStack
+    recipe: Recipe, shape: Qwen3Shape, checkpoints: RunCheckpoints, stack: contextlib.ExitStack
 ) -> MainSide:
     tokenizer = load_tokenizer(recipe.model.hf_checkpoint)
+    checkpoints.recipe, checkpoints.tokenizer = dump_recipe(recipe), tokenizer.fingerprint
+    if checkpoints.saved is not None and not recipe.checkpoint.allow_recipe_changes:
+        check_tokenizer(checkpoints.saved, tokenizer.fingerprint)
     slots = recipe.rollout.max_running_requests if isinstance(recipe, RlRecipe) else 256
     engine = EmbeddedEngine(shape, max_running_requests=slots)
     reward: RewardConfig | None = recipe.reward
@@ -248,11 +232,19 @@ def _open_main_side(
             name=recipe.run.name,
             tensorboard=recipe.run.tensorboard,
             wandb_project=recipe.run.wandb_project,
-            resume_step=resume_step,
+            resume_step=_resume_step(recipe, checkpoints.saved),
         )
     )
-    (Path(recipe.run.output_dir) / RECIPE_FILE).write_text(dump_recipe(recipe))
+    write_recipe(Path(recipe.run.output_dir), checkpoints.recipe)
     return MainSide(tokenizer, engine, reward_fn, evaluator, recorder)
+
+
+def _resume_step(recipe: Recipe, saved: Saved | None) -> int | None:
+    """Up to which step the output that lies there stays; None where there must be none."""
+    if saved is not None:
+        return saved.manifest.step
+    # All that an attempt wrote which was killed before its first checkpoint is done again.
+    return -1 if recipe.checkpoint.resume == "auto" else None
 
 
 def pack_spec(run: Run) -> PackSpec:
@@ -262,27 +254,18 @@ def pack_spec(run: Run) -> PackSpec:
     return PackSpec(run.context.topology.data_size, run.recipe.batch.max_tokens_per_gpu, multiple)
 
 
-def restore_stream(run: Run, stream: ItemStream) -> None:
-    """Put a data order where the checkpoint left it; a fresh run starts at the beginning."""
-    if run.resumed:
-        stream.restore({key.removeprefix("stream/"): int(run.resumed[key]) for key in STREAM_KEYS})
+def loop(run: Run, total: int, do_step: Callable[[int], dict[str, float]], *, keys: Sequence[str]) -> None:
+    """Steps start_step..total with a progress bar, a line a step, evaluations and checkpoints; then the export.
 
-
-def loop(
-    run: Run,
-    total: int,
-    do_step: Callable[[int], dict[str, float]],
-    *,
-    stream: Callable[[], Mapping[str, int] | None],
-    keys: Sequence[str],
-) -> None:
-    """Steps start_step..total with a progress bar, a line a step, evaluations and checkpoints."""
-    config = run.recipe
-    if run.start_step == 1 and config.eval.eval_before_train:
+    After a stop signal the run is saved at the step's end, and this returns.
+    """
+    config, checkpoints = run.recipe, run.checkpoints
+    start = checkpoints.start_step
+    if start == 1 and config.eval.eval_before_train:
         run.evaluate(0)
     bar = tqdm(
-        range(run.start_step, total + 1),
-        initial=run.start_step - 1,
+        range(start, total + 1),
+        initial=start - 1,
         total=total,
         desc=config.run.name,
         # None hides the bar where there is no terminal; the lines are enough in a log file.
@@ -290,15 +273,27 @@ def loop(
         dynamic_ncols=True,
     )
     for step in bar:
+        checkpoints.poll()
         started = time.perf_counter()
         metrics = do_step(step)
         metrics["perf/step_time"] = time.perf_counter() - started
+        metrics["perf/checkpoint_time"] = checkpoints.take_seconds()
         if run.main is not None:
             run.main.recorder.log(step, metrics)
             tqdm.write(step_line(step, total, metrics, keys=keys))
-        interval = config.eval.eval_interval
-        if step == total or (interval and step % interval == 0):
-            run.evaluate(step)
-        if step == total or (config.checkpoint.save_interval and step % config.checkpoint.save_interval == 0):
-            run.save(step, stream())
+        if step == total or _is_due(step, config.eval.eval_interval):
+            metrics |= run.evaluate(step)
+        signal = run.stop.agreed(run.context)
+        if signal or step == total or _is_due(step, config.checkpoint.save_interval):
+            checkpoints.save(step, metrics)
+        if signal and step < total:
+            checkpoints.wait()
+            if run.main is not None:
+                tqdm.write(f"stopped by {signal} after step {step}; go on with checkpoint.resume=true")
+            return
+    checkpoints.wait()
     run.export()
+
+
+def _is_due(step: int, interval: int | None) -> bool:
+    return interval is not None and step % interval == 0

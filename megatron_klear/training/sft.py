@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 from tqdm import tqdm
 
 from megatron_klear.config.recipe import SftRecipe
@@ -11,8 +9,9 @@ from megatron_klear.data.packing import pack
 from megatron_klear.data.prompts import ItemStream
 from megatron_klear.data.sft import SftSet, load_sft
 from megatron_klear.losses.terms import SftLoss
+from megatron_klear.parallel.broadcast import main_first
 from megatron_klear.training.command import recipe_of
-from megatron_klear.training.run import Run, loop, open_run, pack_spec, restore_stream
+from megatron_klear.training.run import Run, loop, open_run, pack_spec
 
 LINE = ("train/loss", "train/grad_norm", "train/lr", "train/num_tokens", "perf/step_time")
 
@@ -21,7 +20,8 @@ def train(recipe: SftRecipe) -> None:
     """Run a recipe to its end, on every rank."""
     decay_iters = recipe.optimizer.lr_decay_iters or recipe.train_iters
     with open_run(recipe, decay_iters=decay_iters) as run:
-        data, stream = _load_data(run, recipe)
+        with main_first():
+            data, stream = _load_data(run, recipe)
         loss = SftLoss()
 
         def step(number: int) -> dict[str, float]:
@@ -34,10 +34,7 @@ def train(recipe: SftRecipe) -> None:
             run.guard.check(number, report, run.policy, batch)
             return report.metrics | {"train/num_tokens": float(batch.num_loss_tokens)}
 
-        def cursor() -> Mapping[str, int] | None:
-            return stream.state() if stream is not None else None
-
-        loop(run, recipe.train_iters, step, stream=cursor, keys=LINE)
+        loop(run, recipe.train_iters, step, keys=LINE)
 
 
 def _load_data(run: Run, recipe: SftRecipe) -> tuple[SftSet | None, ItemStream | None]:
@@ -46,8 +43,8 @@ def _load_data(run: Run, recipe: SftRecipe) -> tuple[SftSet | None, ItemStream |
         return None, None
     data = load_sft(recipe.data, run.main.tokenizer)
     tqdm.write(f"{len(data.samples)} samples, dropped {dict(data.dropped) or 0}, cut {data.num_truncated}")
-    stream = ItemStream(len(data.samples), recipe.run.seed)
-    restore_stream(run, stream)
+    stream = ItemStream(len(data.samples), recipe.run.seed, fingerprint=data.fingerprint)
+    run.checkpoints.add_state("samples", stream)
     return data, stream
 
 

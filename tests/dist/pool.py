@@ -90,14 +90,14 @@ def _serve() -> None:
         answers.flush()
 
 
-def _free_port() -> int:
+def free_port() -> int:
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         return listener.getsockname()[1]
 
 
 def _run_job(world_size: int, function: str, args: tuple[Any, ...], timeout: float) -> tuple[list[Any], list[str]]:
-    folder, port = Path(tempfile.mkdtemp(prefix="klear-ranks-")), _free_port()
+    folder, port = Path(tempfile.mkdtemp(prefix="klear-ranks-")), free_port()
     try:
         ranks = {}
         for rank in range(world_size):

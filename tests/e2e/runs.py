@@ -73,10 +73,14 @@ class Bench:
         path.write_text(yaml.safe_dump(raw))
         return path
 
+    def run_ranks(self, *words: object, world_size: int = 1, timeout: float = 100) -> list[Finished]:
+        """`megatron-klear WORDS`, on every rank."""
+        argv = [str(word) for word in words]
+        return self.pool.run(world_size, "e2e.jobs_runs:command", argv, timeout=timeout)
+
     def run(self, *words: object, world_size: int = 1, timeout: float = 100) -> Finished:
         """`megatron-klear WORDS`; of rank 0."""
-        argv = [str(word) for word in words]
-        return self.pool.run(world_size, "e2e.jobs_runs:command", argv, timeout=timeout)[0]
+        return self.run_ranks(*words, world_size=world_size, timeout=timeout)[0]
 
     def succeed(self, *words: object, world_size: int = 1) -> Finished:
         done = self.run(*words, world_size=world_size)

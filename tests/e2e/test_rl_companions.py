@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from e2e.runs import Bench
+from helpers.checkpoints import tensors_of
 from megatron_klear.report.record import read_samples
 
 # One update a step: its first numbers are those of the weights the step began with.
@@ -26,23 +25,6 @@ def assert_equal(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
         assert torch.equal(found[name], wanted[name]), name
 
 
-def tensors_of(checkpoint: Path, scratch: Path) -> dict[str, Tensor]:
-    """Every tensor of a Megatron checkpoint, weights and optimizer, by its path."""
-    scratch.mkdir(exist_ok=True)
-    dcp_to_torch_save(checkpoint, scratch / "all.pt")
-    return dict(_flat("", torch.load(scratch / "all.pt", weights_only=False)))
-
-
-def _flat(path: str, value: Any) -> list[tuple[str, Tensor]]:
-    if isinstance(value, Tensor):
-        return [(path, value)]
-    if isinstance(value, dict):
-        return [pair for key, part in value.items() for pair in _flat(f"{path}/{key}", part)]
-    if isinstance(value, list):
-        return [pair for i, part in enumerate(value) for pair in _flat(f"{path}/{i}", part)]
-    return []
-
-
 def test_a_critic_learns_first_alone_and_then_beside_the_policy(sft: Bench) -> None:
     sft.succeed("rl", sft.recipe("rl", "rl_gae", GAE))
     first, *others = sft.metrics("rl_gae")
@@ -54,8 +36,8 @@ def test_a_critic_learns_first_alone_and_then_beside_the_policy(sft: Bench) -> N
     # The policy did not move while the critic warmed up, and moved after.
     versions = {step: sample.weight_version for step, sample in read_samples(sft.folder / "rl_gae")}
     assert versions[2] == 0 and versions[3] == others[0]["train/num_updates"] > 0
-    assert (sft.folder / "rl_gae" / "checkpoints" / "critic" / "iter_0000003").is_dir()
-    assert not (sft.folder / "rl_gae" / "checkpoints" / "reference").exists()
+    assert (sft.folder / "rl_gae" / "checkpoints" / "iter_0000003" / "critic").is_dir()
+    assert not (sft.folder / "rl_gae" / "checkpoints" / "iter_0000003" / "reference").exists()
 
 
 @pytest.mark.parametrize(
@@ -69,7 +51,7 @@ def test_a_critic_learns_first_alone_and_then_beside_the_policy(sft: Bench) -> N
     ids=["gae", "gae, 2 stages", "kl in loss", "kl in reward, 2 stages"],
 )
 def test_a_run_with_companions_that_goes_on_is_the_unbroken_run(
-    sft: Bench, name: str, changes: dict[str, Any], companions: tuple[str, ...], world_size: int, tmp_path: Path
+    sft: Bench, name: str, changes: dict[str, Any], companions: tuple[str, ...], world_size: int
 ) -> None:
     if world_size == 2:
         changes = changes | {"parallel.pipeline_model_parallel_size": 2}
@@ -83,8 +65,7 @@ def test_a_run_with_companions_that_goes_on_is_the_unbroken_run(
     assert_equal(sft.exported(parts), sft.exported(whole))
     for companion in ("", *companions):
         found, wanted = (
-            tensors_of(sft.folder / run / "checkpoints" / companion / "iter_0000004", tmp_path / run)
-            for run in (parts, whole)
+            tensors_of(sft.folder / run / "checkpoints" / "iter_0000004" / companion) for run in (parts, whole)
         )
         assert len(wanted) > 10
         assert_equal(found, wanted)
@@ -228,6 +209,6 @@ def test_an_overwritten_run_leaves_no_companions(sft: Bench) -> None:
     recipe = sft.recipe("rl", "rl_over", GAE | KL_IN_REWARD | {"rollout.num_rollout": 2})
     sft.succeed("rl", recipe)
     sft.succeed("rl", recipe, "checkpoint.overwrite=true", "rollout.num_rollout=1")
-    for companion in ("critic", "reference"):
-        folder = sft.folder / "rl_over" / "checkpoints" / companion
-        assert sorted(path.name for path in folder.iterdir()) == ["iter_0000001", "latest_checkpointed_iteration.txt"]
+    folder = sft.folder / "rl_over" / "checkpoints"
+    assert [path.name for path in folder.glob("iter_*")] == ["iter_0000001"]
+    assert (folder / "iter_0000001" / "critic").is_dir() and (folder / "iter_0000001" / "reference").is_dir()

@@ -128,6 +128,13 @@ def test_an_unknown_key_at_the_top_names_what_was_meant(key: str, hint: str, fil
         ("optimizer.lr", math.nan, "should be a valid number", "write a number, without quotes"),
         ("parallel.sequence_parallel", 1, "should be a valid boolean", "write true or false"),
         ("run.name", 7, "should be a valid string", "put it in quotes, with quotes inside quotes on a command line"),
+        ("checkpoint.resume", "yes", "should be a valid boolean or 'auto'", "write true or false"),
+        ("checkpoint.resume", 1, "should be a valid boolean or 'auto'", "write true or false"),
+        ("checkpoint.resume", "Auto", "should be a valid boolean or 'auto'", "did you mean auto?"),
+        ("checkpoint.resume", None, "should be a valid boolean or 'auto'", ""),
+        ("checkpoint.keep_best_mode", "maximum", "should be 'max' or 'min'", "did you mean max?"),
+        ("checkpoint.ckpt_step", -1, "should be greater than or equal to 0", ""),
+        ("checkpoint.keep_last", 0, "should be greater than 0", ""),
         ("model.params_dtype", "bfloat", "should be 'float32' or 'bfloat16'", "did you mean bfloat16?"),
         ("model.params_dtype", "float16", "should be 'float32' or 'bfloat16'", "did you mean bfloat16?"),
     ],
@@ -138,6 +145,15 @@ def test_a_value_of_the_wrong_type_is_refused(key: str, value: Any, reason: str,
     recipe.setdefault(section, {})[name] = value
     (fault,) = files.faults(recipe)
     assert (fault.key, fault.reason, fault.suggestion) == (key, reason, hint)
+
+
+def test_a_wrong_value_in_a_section_inside_a_section_is_named_in_full(files: RecipeFiles) -> None:
+    (fault,) = files.faults({**files.rl(), "loss": {"type": "gppo", "erc": {"erc_low": 2.0}}})
+    assert (fault.key, fault.value, fault.reason) == ("loss.erc.erc_low", 2.0, "should be less than 1")
+    (fault,) = files.faults({**files.rl(), "loss": {"type": "gppo", "erc": {"erc_lo": 0.2}}})
+    assert (fault.key, fault.suggestion) == ("loss.erc.erc_lo", "did you mean loss.erc.erc_low?")
+    (fault,) = files.faults({**files.rl(), "loss": {"type": "gppo", "erc": 3}})
+    assert (fault.key, fault.reason) == ("loss.erc", "expected a section: lines `key: value` below it")
 
 
 @pytest.mark.parametrize("section", ["optimizer", "loss", "eval"])

@@ -36,6 +36,21 @@ def test_both_spellings_in_any_order(words: list[str], files: RecipeFiles) -> No
     assert (parallel.tensor_model_parallel_size, parallel.sequence_parallel) == (2, True)
 
 
+@pytest.mark.parametrize(
+    ("words", "value"),
+    [
+        (["checkpoint.resume=auto"], "auto"),
+        (["checkpoint.resume=true"], True),
+        (["checkpoint.resume=false"], False),
+        (["--resume"], True),
+        (["--resume=auto", "--ckpt-step", "3"], "auto"),
+        (["--resume", "--ckpt-step=3"], True),
+    ],
+)
+def test_true_false_or_a_word(words: list[str], value: bool | str, files: RecipeFiles) -> None:
+    assert load_recipe(files.write(files.rl()), words).checkpoint.resume == value
+
+
 def test_text_null_quotes_and_top_level_keys(files: RecipeFiles) -> None:
     words = ["run.name='1e-6'", "run.wandb_project=null", "checkpoint.save=a=b", "--train-iters", "7"]
     recipe = load_recipe(files.write(files.sft()), words, kind="sft")
@@ -67,6 +82,10 @@ def test_an_override_can_make_the_recipe_complete(files: RecipeFiles) -> None:
         ),
         (["--zzzzzz"], "--zzzzzz = <not given>: no such flag (write section.key=value)"),
         (["--zzzzzz=3", "run.name=a"], "--zzzzzz = '3': no such flag (write section.key=value)"),
+        (
+            ["checkpoint.resume=yes"],
+            "checkpoint.resume = 'yes': should be a valid boolean or 'auto' (write true or false)",
+        ),
         (["--lr"], "--lr = <not given>: needs a value (write --lr VALUE or optimizer.lr=VALUE)"),
         (
             ["--lr", "--no-save"],

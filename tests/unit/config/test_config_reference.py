@@ -44,6 +44,7 @@ def test_a_row_says_type_bounds_default_and_meaning() -> None:
     assert any(
         line.startswith('| `lr_decay_style` | `constant`, `linear`, `cosine` | `"constant"` |') for line in lines
     )
+    assert any(line.startswith("| `resume` | true or false or `auto` | `false` | true: go on from") for line in lines)
     assert "## `loss` with `type: gppo` (rl)" in lines
     assert "## `run` (sft, rl)" in lines
     assert any(

@@ -34,6 +34,15 @@ def test_a_vocabulary_that_does_not_divide_is_padded_not_refused(files: RecipeFi
         ({"eval.eval_before_train": True}, "no effect without eval.prompt_data", "leave it out"),
         ({"eval.max_response_len": 16}, "no effect without eval.prompt_data", "leave it out"),
         ({"export.max_shard_bytes": 1000}, "no effect without export.hf_dir", "leave it out"),
+        ({"checkpoint.ckpt_step": 4}, "no effect without checkpoint.resume", "leave it out"),
+        ({"checkpoint.verify_checksums": False}, "no effect without checkpoint.resume", "leave it out"),
+        ({"checkpoint.allow_recipe_changes": True}, "no effect without checkpoint.resume", "leave it out"),
+        ({"checkpoint.keep_best_metric": "eval/x"}, "no effect without checkpoint.keep_best", "leave it out"),
+        ({"checkpoint.keep_best_mode": "min"}, "no effect without checkpoint.keep_best", "leave it out"),
+        ({"checkpoint.async_save": True}, "no effect without checkpoint.save_interval", "leave it out"),
+        ({"checkpoint.keep_last": 2}, "without checkpoint.save_interval: one checkpoint is saved", "leave it out"),
+        ({"checkpoint.keep_every": 2}, "without checkpoint.save_interval: one checkpoint is saved", "leave it out"),
+        ({"checkpoint.keep_best": 2}, "without checkpoint.save_interval: one checkpoint is saved", "leave it out"),
     ],
 )
 def test_one_setting_alone(
@@ -269,11 +278,81 @@ def test_data_files_exist_and_are_jsonl_or_parquet(kind: str, key: str, files: R
     assert files.faults(change(recipe, {key: str(tmp_path / "eval.parquet")})) == []
 
 
-def test_resume_and_overwrite_exclude_each_other(files: RecipeFiles) -> None:
-    assert files.faults(change(files.rl(), {"checkpoint.resume": True})) == []
-    (fault,) = files.faults(change(files.rl(), {"checkpoint.resume": True, "checkpoint.overwrite": True}))
+@pytest.mark.parametrize("resume", [True, "auto"])
+def test_resume_and_overwrite_exclude_each_other(resume: bool | str, files: RecipeFiles) -> None:
+    assert files.faults(change(files.rl(), {"checkpoint.resume": resume})) == []
+    (fault,) = files.faults(change(files.rl(), {"checkpoint.resume": resume, "checkpoint.overwrite": True}))
     assert fault.key == "checkpoint.overwrite"
     assert "excludes checkpoint.resume" in fault.reason
+    assert files.faults(change(files.rl(), {"checkpoint.resume": False})) == []
+
+
+@pytest.mark.parametrize("resume", [True, "auto"])
+def test_settings_of_a_resume_are_for_a_resume(resume: bool | str, files: RecipeFiles) -> None:
+    settings = {"ckpt_step": 0, "verify_checksums": False, "allow_recipe_changes": True}
+    assert files.faults({**files.rl(), "checkpoint": {"resume": resume, **settings}}) == []
+    keys = [fault.key for fault in files.faults({**files.rl(), "checkpoint": {"resume": False, **settings}})]
+    assert keys == [f"checkpoint.{name}" for name in sorted(settings)]
+
+
+KEEP = {"checkpoint.save_interval": 10, "checkpoint.keep_last": 2}
+
+
+@pytest.mark.parametrize("setting", ["keep_every", "keep_best"])
+def test_what_stays_besides_the_newest_needs_deletions(setting: str, files: RecipeFiles) -> None:
+    changes = {**KEEP, f"checkpoint.{setting}": 20, "checkpoint.keep_best_metric": "train/loss"}
+    if setting == "keep_every":
+        del changes["checkpoint.keep_best_metric"]
+    assert files.faults(change(files.rl(), changes)) == []
+    del changes["checkpoint.keep_last"]
+    (fault,) = files.faults(change(files.rl(), {**changes, "checkpoint.keep_last": None}))
+    assert str(fault) == (
+        f"checkpoint.{setting} = 20: would have no effect without checkpoint.keep_last: nothing is deleted"
+        " (leave it out)"
+    )
+
+
+@pytest.mark.parametrize(
+    ("every", "suggestion"), [(10, None), (20, None), (25, "20 or 30"), (9, "10"), (11, "10 or 20")]
+)
+def test_steps_that_stay_are_steps_that_are_saved(every: int, suggestion: str | None, files: RecipeFiles) -> None:
+    faults = files.faults(change(files.rl(), {**KEEP, "checkpoint.keep_every": every}))
+    reason = "must be a multiple of checkpoint.save_interval 10: other steps are not saved"
+    expected = [] if suggestion is None else [f"checkpoint.keep_every = {every}: {reason} ({suggestion})"]
+    assert [str(fault) for fault in faults] == expected
+
+
+@pytest.mark.parametrize(
+    ("interval", "fault"),
+    [
+        (10, None),
+        (5, None),
+        (
+            None,
+            "eval.eval_interval = <not given>: needed with checkpoint.keep_best: {without}"
+            " (for example checkpoint.save_interval 10)",
+        ),
+        (4, "checkpoint.save_interval = 10: must be a multiple of eval.eval_interval 4: {without} (8 or 12)"),
+        (20, "checkpoint.save_interval = 10: must be a multiple of eval.eval_interval 20: {without} (20)"),
+    ],
+)
+def test_the_best_checkpoints_are_evaluated(interval: int | None, fault: str | None, files: RecipeFiles) -> None:
+    evaluation = {"eval.prompt_data": str(files.folder / "eval.parquet"), "eval.eval_interval": interval}
+    faults = files.faults(change(files.rl(), {**KEEP, **evaluation, "checkpoint.keep_best": 1}))
+    without = "a checkpoint without eval/accuracy is never among the best"
+    assert [str(found) for found in faults] == ([] if fault is None else [fault.format(without=without)])
+    # Another metric than an evaluation's is there at every step; without keep_best nobody asks.
+    other = {"checkpoint.keep_best": 1, "checkpoint.keep_best_metric": "rollout/reward"}
+    assert files.faults(change(files.rl(), {**KEEP, **evaluation, **other})) == []
+    assert files.faults(change(files.rl(), {**KEEP, **evaluation})) == []
+
+
+def test_the_best_checkpoints_need_an_evaluation(files: RecipeFiles) -> None:
+    (fault,) = files.faults(change(files.rl(), {**KEEP, "checkpoint.keep_best": 3}))
+    assert str(fault) == (
+        "checkpoint.keep_best = 3: a checkpoint without eval/accuracy is never among the best, and nothing is evaluated"
+        " without eval.prompt_data (set it, or another keep_best_metric)"
+    )
 
 
 @pytest.mark.parametrize("folder", [".", "..", "runs/.."])

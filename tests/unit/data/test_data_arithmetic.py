@@ -91,9 +91,7 @@ def test_held_out_set_does_not_move_with_the_amount_of_training_data() -> None:
 
 
 def test_more_problems_than_exist() -> None:
-    with pytest.raises(
-        DataError, match=r"8101 problems wanted .*but only 8100 different ones exist; lower --num-sft"
-    ):
+    with pytest.raises(DataError, match=r"8101 problems wanted .*but only 8100 different ones exist; lower --num-sft"):
         draw_problems(num_sft=8_090, num_rl=10, num_eval=1, seed=0)
 
 

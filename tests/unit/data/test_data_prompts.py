@@ -168,7 +168,10 @@ def test_orders_differ_between_epochs_and_seeds() -> None:
         ({"seed": 2}, "made with seed = 2, this run has 1; resume with the same data and run.seed"),
         ({"position": 11}, "points outside its 10 items"),
         ({"epoch": -1}, "points outside its 10 items"),
-        ({"cursor": 1}, r"has the fields .*'cursor'.*expected \['epoch', 'num_items', 'position', 'seed'\]"),
+        (
+            {"cursor": 1},
+            r"has the fields .*'cursor'.*expected \['epoch', 'fingerprint', 'num_items'",
+        ),
     ],
 )
 def test_foreign_states_are_refused(change: dict[str, int], message: str) -> None:

@@ -1,0 +1,148 @@
+"""One model and its optimizer in Megatron's distributed format: planned by all ranks, then written by each alone."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing.core import CheckpointingException
+from megatron.core.dist_checkpointing.strategies.base import SaveShardedStrategy
+from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelSaveStrategyWrapper
+from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
+from megatron.core.optimizer import MegatronOptimizer
+
+from megatron_klear.checkpoint.inprocess import in_process_writer
+from megatron_klear.checkpoint.manifest import POLICY, FileEntry, ModelEntry, file_entry
+from megatron_klear.checkpoint.optimizer_state import load_keeping_settings, make_state, optimizer_form
+from megatron_klear.models.build import ModelStage
+from megatron_klear.parallel.device import megatron_scope
+from megatron_klear.parallel.failures import CollectiveFailure
+from megatron_klear.parallel.topology import ParallelContext
+
+# What a full disk, a damaged file or another model's file makes torch and Megatron raise.
+FAILURES = (
+    OSError,
+    RuntimeError,
+    KeyError,
+    ValueError,
+    EOFError,
+    pickle.UnpicklingError,
+    CheckpointingException,
+    CollectiveFailure,
+)
+
+# Optimizer state in a layout-free form.
+_METADATA = {
+    "distrib_optim_sharding_type": "fully_reshardable",
+    "distrib_optim_fully_reshardable_mem_efficient": False,
+    "chained_optim_avoid_prefix": True,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class ModelPart:
+    """A model that belongs into a checkpoint. A stage that holds its weights only at times has a `scope` for that."""
+
+    stage: ModelStage
+    optimizer: MegatronOptimizer | None = None
+    version: int = 0
+    name: str = POLICY
+    scope: Callable[[], AbstractContextManager[None]] | None = None
+
+    def held(self) -> AbstractContextManager[None]:
+        """Inside, the stage holds the part's weights."""
+        return nullcontext() if self.scope is None else self.scope()
+
+    @property
+    def entry(self) -> ModelEntry:
+        """What the manifest says of it."""
+        form = None if self.optimizer is None else optimizer_form(self.optimizer)
+        return ModelEntry(shape=self.stage.shape, version=self.version, optimizer=form)
+
+    def folder(self, checkpoint: Path) -> Path:
+        """Where its files lie in a checkpoint."""
+        return checkpoint if self.name == POLICY else checkpoint / self.name
+
+
+class WriteRequest:
+    """What this rank has to write of one model: fixed when made, by a collective over all ranks."""
+
+    def __init__(self, part: ModelPart, folder: Path, context: ParallelContext, *, copy: bool) -> None:
+        """With `copy`, the values of this moment are written whatever happens to the model later."""
+        self._context = context
+        # What a stage holds only in a scope is gone when it comes to writing.
+        copy = copy or part.scope is not None
+        with part.held(), megatron_scope(context.device), in_process_writer():
+            request: Any = dist_checkpointing.save(
+                _state_to_save(part),
+                str(folder),
+                _strategy(context),
+                async_sharded_save=True,
+                content_metadata=_METADATA,
+            )
+            # On a GPU this copies to the host.
+            buckets = request.preload_fn() if request.preload_fn is not None else []
+            if copy and context.device.kind == "cpu":
+                buckets = [_copied(bucket) for bucket in buckets]
+        self._request, self._buckets = request, buckets
+
+    def write(self) -> dict[Path, FileEntry]:
+        """Write the files of this rank and wait for the disk; no collective, so any thread may. Their checksums.
+
+        A failure is told by `finish`, on all ranks.
+        """
+        if self._request.async_fn is None:
+            return {}
+        rank, _, results = self._request.async_fn_args
+        self._request.async_fn(rank, self._buckets, results)
+        paths = [Path(bucket[0]) for bucket in self._buckets]
+        # The copies need not wait for the other ranks.
+        self._buckets = []
+        return {path: file_entry(path) for path in paths if path.exists()}
+
+    def finish(self) -> None:
+        """After every rank has written: collect the results and write Megatron's metadata. A collective."""
+        with megatron_scope(self._context.device):
+            for finalize in self._request.finalize_fns:
+                finalize()
+
+
+def load_part(part: ModelPart, checkpoint: Path, context: ParallelContext) -> None:
+    """Load weights, and optimizer state where the part has an optimizer (that made no step yet). A collective."""
+    with part.held(), megatron_scope(context.device):
+        model_state = part.stage.core.sharded_state_dict(metadata=_METADATA)
+        state: dict[str, Any] = {"model": model_state}
+        if part.optimizer is not None:
+            make_state(part.optimizer)
+            state["optimizer"] = part.optimizer.sharded_state_dict(model_state, is_loading=True, metadata=_METADATA)
+        loaded: Any = dist_checkpointing.load(state, str(part.folder(checkpoint)))
+        part.stage.core.load_state_dict(loaded["model"])
+        if part.optimizer is not None:
+            load_keeping_settings(part.optimizer, loaded["optimizer"])
+
+
+def _state_to_save(part: ModelPart) -> dict[str, Any]:
+    model_state = part.stage.core.sharded_state_dict(metadata=_METADATA)
+    state: dict[str, Any] = {"model": model_state}
+    if part.optimizer is not None:
+        make_state(part.optimizer)
+        state["optimizer"] = part.optimizer.sharded_state_dict(model_state, is_loading=False, metadata=_METADATA)
+    return state
+
+
+def _strategy(context: ParallelContext) -> SaveShardedStrategy:
+    """Megatron's own; with replicas, each writes a share of what they all hold."""
+    strategy = TorchDistSaveShardedStrategy("torch_dist", 1)
+    if context.topology.data_size == 1:
+        return strategy
+    return FullyParallelSaveStrategyWrapper(strategy, context.groups.data)
+
+
+def _copied(bucket: Any) -> Any:
+    path, key, (bytes_data, tensor_data) = bucket
+    return path, key, (bytes_data, [(item, tensor.clone()) for item, tensor in tensor_data])
