@@ -7,10 +7,11 @@ INSTALLED := .venv/.installed
 CONSTRAINTS = constraints/$(shell $(PYTHON) -c 'import sys; print("py311" if sys.version_info < (3, 12) else "py312")').txt
 PIP_INSTALL = $(BIN)/python -m pip install --quiet --disable-pip-version-check -c $(CONSTRAINTS)
 
-.PHONY: help venv test campaign architecture lint types quickstart clean
+.PHONY: help venv test law campaign architecture lint types quickstart clean
 
 help:
 	@echo "make test          CPU tests (without the marks gpu, slow, servers)"
+	@echo "make law           every layout against one rank: the whole table (minutes)"
 	@echo "make campaign      a run killed 40 times must end as the unbroken one (2 minutes)"
 	@echo "make architecture  import rules and the table of size budgets"
 	@echo "make lint          ruff"
@@ -34,6 +35,9 @@ $(INSTALLED): setup.py $(wildcard constraints/*.txt)
 # One thread: the tests run ranks side by side, and small operations are slower with more.
 test: $(INSTALLED)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q
+
+law: $(INSTALLED)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -s -m 'law or not law' tests/dist/test_layout_law.py tests/dist/test_moe_law.py
 
 campaign: $(INSTALLED)
 	OMP_NUM_THREADS=1 $(BIN)/python tests/e2e/kill_campaign.py --kills 40

@@ -15,6 +15,7 @@ COMMANDS: Mapping[str, tuple[str, str]] = {
     "sft": ("megatron_klear.training.sft:main", "supervised fine-tuning of a recipe"),
     "rl": ("megatron_klear.training.rl:main", "reinforcement learning of a recipe"),
     "check": ("megatron_klear.config.check:main", "list everything that is wrong with a recipe"),
+    "plan": ("megatron_klear.launch.plan:main", "whether a recipe fits on GPUs, and how fast it would be there"),
     "convert": ("megatron_klear.training.convert:main", "Megatron checkpoint <-> Hugging Face folder"),
     "arithmetic": ("megatron_klear.data.arithmetic:main", "write the quickstart's problems"),
     "checkpoint": ("megatron_klear.checkpoint.command:main", "list, show, verify or prune the checkpoints of a run"),

@@ -12,7 +12,7 @@ update), `current_` (the trainer now), `reference_`.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
@@ -37,6 +37,12 @@ class Topology:
     pipeline_size: int = 1
     data_rank: int = 0
     data_size: int = 1
+    """Replicas: groups of ranks that see different samples."""
+    context_rank: int = 0
+    context_size: int = 1
+    """Ranks of a replica that see different parts of the same sequences."""
+    expert_rank: int = 0
+    expert_size: int = 1
 
     @property
     def is_first_stage(self) -> bool:
@@ -145,20 +151,29 @@ class RolloutBatch:
         return [sample for group in self.groups for sample in group.samples]
 
 
+def _itself(totals: Tensor) -> Tensor:
+    return totals
+
+
 @dataclass(slots=True)
 class MicroBatch:
     """One forward pass: S sequences packed into T positions (T may end in masked padding sequences).
 
     Every tensor is local to a data-parallel rank and equal on its model-parallel ranks. `token_scale` and `nll_scale`
-    already hold every division: a loss is a plain sum over positions.
+    already hold every division: a loss is a plain sum over positions. Under context parallelism a rank holds T/cp of
+    the positions, `own_rows` of the packed micro-batch; `cu_seqlens` and what is per sequence stay those of the whole.
     """
 
     token_ids: Tensor  # [T] int64
     labels: Tensor  # [T] int64, the next token; 0 where there is none
     positions: Tensor  # [T] int64, position inside the sequence
-    cu_seqlens: Tensor  # [S+1] int32, starts of the sequences and T
+    cu_seqlens: Tensor  # [S+1] int32, starts of the sequences and T; what kernels index with
+    # [S] int32, tokens of each sequence; under context parallelism a sample is padded at its end, so that it may be
+    # shorter than its place in cu_seqlens. A padding sequence counts as whole. Without context parallelism the same
+    # as the differences of cu_seqlens.
+    true_lengths: Tensor
     sequence_ids: Tensor  # [T] int64, index of the sequence inside this micro-batch
-    max_seqlen: int  # longest sequence, on the host so that no kernel launch waits for the device
+    max_seqlen: int  # longest sequence with its padding, on the host so that no kernel launch waits for the device
     token_scale: Tensor  # [T] float32, mask x aggregation weight / global count
     nll_scale: Tensor  # [T] float32, the same for the joint SFT term, alpha included
     advantages: Tensor  # [T] float32
@@ -172,6 +187,10 @@ class MicroBatch:
     policy_weights: Tensor = field(init=False)  # engine correction, 1 without one
     values: Tensor = field(init=False)
     returns: Tensor = field(init=False)
+    # Set by parallel/context.py where sequences are shared by several ranks.
+    own_rows: Tensor | None = field(init=False, default=None)  # [T/cp] int64
+    sum_over_context: Callable[[Tensor], Tensor] = field(init=False, default=_itself)
+    """Sum of per-sequence totals over the ranks that share the sequences, with a gradient."""
 
     def __post_init__(self) -> None:
         zeros = self.token_scale.new_zeros(self.token_scale.shape)
@@ -187,6 +206,8 @@ class TrainBatch:
     num_loss_tokens: int
     num_samples: int
     num_sft_tokens: int = 0
+    num_dummy_micro_batches: int = 0
+    """Micro-batches of padding alone, over all ranks: there were fewer samples than micro-batches."""
 
 
 @dataclass(frozen=True, slots=True)

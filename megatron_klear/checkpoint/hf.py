@@ -124,6 +124,7 @@ class HfWriter:
     def __init__(self, folder: str | Path, shape: Qwen3Shape, *, template: str | Path, max_shard_bytes: int) -> None:
         self.folder = Path(folder)
         self.template = Path(template)
+        self.shape = shape
         self.expected = shape.tensor_shapes()
         self.max_shard_bytes = max_shard_bytes
         self.partial = self.folder.with_name(self.folder.name + ".partial")
@@ -185,6 +186,8 @@ class HfWriter:
         # The file may say either; transformers reads both.
         config.pop("torch_dtype", None)
         config["dtype"] = str(dtype).removeprefix("torch.")
+        # The recipe may have stretched the context: what reads the folder must turn by the same angles.
+        config |= {"max_position_embeddings": self.shape.max_position_embeddings, **self.shape.rope.to_hf()}
         (self.partial / "config.json").write_text(json.dumps(config, indent=2))
         for name in _COMPANIONS:
             if (self.template / name).is_file():

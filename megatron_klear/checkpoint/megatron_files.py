@@ -6,12 +6,12 @@ import pickle
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.core import CheckpointingException
-from megatron.core.dist_checkpointing.strategies.base import SaveShardedStrategy
 from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelSaveStrategyWrapper
 from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
 from megatron.core.optimizer import MegatronOptimizer
@@ -42,6 +42,11 @@ _METADATA = {
     "distrib_optim_fully_reshardable_mem_efficient": False,
     "chained_optim_avoid_prefix": True,
 }
+
+# 0.19 would hand the files to another package's worker process unless told otherwise; 0.16 knows one way only.
+_WRITER: dict[str, Any] = (
+    {"async_strategy": "mcore"} if "async_strategy" in signature(dist_checkpointing.save).parameters else {}
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,11 +84,12 @@ class WriteRequest:
         copy = copy or part.scope is not None
         with part.held(), megatron_scope(context.device), in_process_writer():
             request: Any = dist_checkpointing.save(
-                _state_to_save(part),
+                _state(part, is_loading=False),
                 str(folder),
                 _strategy(context),
                 async_sharded_save=True,
                 content_metadata=_METADATA,
+                **_WRITER,
             )
             # On a GPU this copies to the host.
             buckets = request.preload_fn() if request.preload_fn is not None else []
@@ -115,27 +121,26 @@ class WriteRequest:
 def load_part(part: ModelPart, checkpoint: Path, context: ParallelContext) -> None:
     """Load weights, and optimizer state where the part has an optimizer (that made no step yet). A collective."""
     with part.held(), megatron_scope(context.device):
-        model_state = part.stage.core.sharded_state_dict(metadata=_METADATA)
-        state: dict[str, Any] = {"model": model_state}
-        if part.optimizer is not None:
-            make_state(part.optimizer)
-            state["optimizer"] = part.optimizer.sharded_state_dict(model_state, is_loading=True, metadata=_METADATA)
-        loaded: Any = dist_checkpointing.load(state, str(part.folder(checkpoint)))
-        part.stage.core.load_state_dict(loaded["model"])
+        loaded: Any = dist_checkpointing.load(_state(part, is_loading=True), str(part.folder(checkpoint)))
+        for i, chunk in enumerate(part.stage.chunks):
+            chunk.core.load_state_dict(loaded["model"][str(i)])
         if part.optimizer is not None:
             load_keeping_settings(part.optimizer, loaded["optimizer"])
 
 
-def _state_to_save(part: ModelPart) -> dict[str, Any]:
-    model_state = part.stage.core.sharded_state_dict(metadata=_METADATA)
+def _state(part: ModelPart, *, is_loading: bool) -> dict[str, Any]:
+    # Keys of tensors name the layers by their global numbers, so it does not matter in which chunk they lie.
+    model_state = {
+        str(i): chunk.core.sharded_state_dict(metadata=_METADATA) for i, chunk in enumerate(part.stage.chunks)
+    }
     state: dict[str, Any] = {"model": model_state}
     if part.optimizer is not None:
         make_state(part.optimizer)
-        state["optimizer"] = part.optimizer.sharded_state_dict(model_state, is_loading=False, metadata=_METADATA)
+        state["optimizer"] = part.optimizer.sharded_state_dict(model_state, is_loading=is_loading, metadata=_METADATA)
     return state
 
 
-def _strategy(context: ParallelContext) -> SaveShardedStrategy:
+def _strategy(context: ParallelContext) -> Any:
     """Megatron's own; with replicas, each writes a share of what they all hold."""
     strategy = TorchDistSaveShardedStrategy("torch_dist", 1)
     if context.topology.data_size == 1:

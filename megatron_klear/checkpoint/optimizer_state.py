@@ -37,9 +37,16 @@ def make_state(optimizer: MegatronOptimizer) -> None:
             }
 
 
-def load_keeping_settings(optimizer: MegatronOptimizer, state: dict[str, Any]) -> None:
+def load_keeping_settings(optimizer: MegatronOptimizer, state: dict[Any, Any]) -> None:
     """Load moments, main weights and step counts. Weight decay, betas and the like stay the recipe's."""
     parts = optimizer_parts(optimizer)
+    # Megatron numbers the parts where there are two: dense weights and experts.
+    states = [state[number] for number in range(len(parts))] if len(parts) > 1 else [state]
+    if optimizer_form(optimizer) == "distributed":
+        # These lists are rank 0's, which may hold no expert: then its expert part has made no step.
+        step = states[0]["optimizer"]["param_groups"][0]["step"]
+        for group in (group for own in states for group in own["optimizer"]["param_groups"]):
+            group["step"] = step
     settings = [
         [{key: value for key, value in group.items() if key not in ("params", "step")} for group in groups]
         for groups in (part.optimizer.param_groups for part in parts)

@@ -42,6 +42,7 @@ from megatron_klear.checkpoint.manifest import (
 from megatron_klear.checkpoint.megatron_files import FAILURES, ModelPart, WriteRequest, load_part
 from megatron_klear.checkpoint.retention import Retention
 from megatron_klear.config.model import Qwen3Shape
+from megatron_klear.config.rope import RopeConfig
 from megatron_klear.errors import CheckpointError
 from megatron_klear.models.build import ModelStage
 from megatron_klear.parallel.broadcast import all_ranks, gather_objects
@@ -244,8 +245,11 @@ class CheckpointStore:
                 raise damaged(saved.folder, faults)
         return saved
 
-    def load(self, part: ModelPart, saved: Saved) -> int:
-        """Bring a model (and its optimizer, which made no step yet) to the state it was saved in; its version."""
+    def load(self, part: ModelPart, saved: Saved, *, any_rope: bool = False) -> int:
+        """Bring a model (and its optimizer, which made no step yet) to the state it was saved in; its version.
+
+        With `any_rope` the model may have other rotary positions than it was saved with, which is then a warning.
+        """
         entry = saved.manifest.models.get(part.name)
         if entry is None:
             held = ", ".join(saved.manifest.models)
@@ -253,6 +257,7 @@ class CheckpointStore:
                 f"{saved.folder} holds no {part.name}, only {held}; start a fresh run from its weights with model.load"
             )
         _check_same_model(saved.folder, entry.shape, part.stage.shape)
+        self._check_same_rope(saved.folder, entry.shape.rope, part.stage.shape.rope, any_rope=any_rope)
         wanted = part.entry.optimizer
         if wanted is not None and entry.optimizer != wanted:
             raise CheckpointError(_other_optimizer(saved.folder, entry.optimizer, wanted))
@@ -265,9 +270,23 @@ class CheckpointStore:
             ) from error
         return entry.version
 
-    def load_weights(self, stage: ModelStage, *, verify: bool = True) -> None:
+    def _check_same_rope(self, folder: Path, saved: RopeConfig, wanted: RopeConfig, *, any_rope: bool) -> None:
+        """No tensor shows it, and a model that turns by other angles than it was trained with only gets worse."""
+        if saved == wanted:
+            return
+        told = f"{folder} was trained with {saved}, this model has {wanted}"
+        if not any_rope:
+            parameters = json.dumps(saved.to_hf()["rope_parameters"])
+            raise CheckpointError(
+                f"{told}; give config.json the rope_parameters {parameters} (a recipe: the old model.yarn_factor),"
+                " or start a fresh run from its weights with model.load"
+            )
+        if self.context.is_main:
+            warnings.warn(f"{told}: from here on it has the latter", stacklevel=4)
+
+    def load_weights(self, stage: ModelStage, *, verify: bool = True, any_rope: bool = False) -> None:
         """The policy's weights of the newest checkpoint, and nothing else."""
-        self.load(ModelPart(stage), self.open(verify=verify))
+        self.load(ModelPart(stage), self.open(verify=verify), any_rope=any_rope)
 
     def restore_rng(self, saved: Saved) -> bool:
         """Random state of this rank, where the checkpoint was written from the same layout; else False."""
@@ -296,6 +315,8 @@ def _layout(topology: Topology) -> dict[str, int]:
     return {
         "tensor_model_parallel_size": topology.tensor_size,
         "pipeline_model_parallel_size": topology.pipeline_size,
+        "context_parallel_size": topology.context_size,
+        "expert_model_parallel_size": topology.expert_size,
         "data_parallel_size": topology.data_size,
     }
 
@@ -336,9 +357,9 @@ def _packages() -> dict[str, str]:
 
 def _check_same_model(folder: Path, saved: Qwen3Shape, wanted: Qwen3Shape) -> None:
     """Megatron itself would load a vocabulary of another size without a word, and leave missing rows as they are."""
-    if saved.tensor_shapes() == wanted.tensor_shapes():
+    if saved.tensor_shapes() == wanted.tensor_shapes() and saved.routing == wanted.routing:
         return
-    old, new = saved.model_dump(), wanted.model_dump()
+    old, new = dict(saved), dict(wanted)
     differences = ", ".join(f"{name} {old[name]} instead of {new[name]}" for name in new if old[name] != new[name])
     raise CheckpointError(
         f"{folder} is of another model: {differences}; load it with the config.json it was trained with"

@@ -8,9 +8,10 @@ import sys
 from collections.abc import Sequence
 
 from megatron_klear.config.load import load_recipe, world_size_from_env
-from megatron_klear.config.model import Qwen3Shape, read_shape
+from megatron_klear.config.model import Qwen3Shape, model_shape
 from megatron_klear.config.recipe import ParallelConfig, Recipe, RlRecipe, SftRecipe
-from megatron_klear.config.rules import check_recipe, model_parallel_size
+from megatron_klear.config.rules import check_recipe
+from megatron_klear.config.rules_parallel import replica_size
 from megatron_klear.errors import ConfigError
 
 __all__ = ["check_recipe", "describe", "main", "num_parameters"]
@@ -26,16 +27,26 @@ def _describe_model(shape: Qwen3Shape, dtype: str) -> str:
     return (
         f"{shape.model_type}, {shape.num_hidden_layers} layers, hidden {shape.hidden_size},"
         f" {shape.num_attention_heads} heads of {shape.head_dim} ({shape.num_key_value_heads} KV),"
-        f" MLP {shape.intermediate_size},"
+        f" {_describe_mlp(shape)},"
         f" vocabulary {shape.vocab_size}{tied}: {num_parameters(shape):,} parameters in {dtype}"
     )
 
 
+def _describe_mlp(shape: Qwen3Shape) -> str:
+    if not shape.is_moe:
+        return f"MLP {shape.intermediate_size}"
+    dense = shape.num_hidden_layers - sum(shape.moe_layers)
+    rest = f", {dense} layers with one MLP of {shape.intermediate_size}" if dense else ""
+    return f"{shape.num_experts} experts of {shape.moe_intermediate_size}, {shape.num_experts_per_tok} a token{rest}"
+
+
 def _describe_layout(parallel: ParallelConfig, world_size: int | None) -> str:
     model = f"tensor {parallel.tensor_model_parallel_size} x pipeline {parallel.pipeline_model_parallel_size}"
+    if parallel.context_parallel_size > 1:
+        model += f" x context {parallel.context_parallel_size}"
     if world_size is None:
         return f"{model}; data parallel over the ranks that are left (--world-size N checks a number)"
-    return f"{model} x data {world_size // model_parallel_size(parallel)} = {world_size} ranks"
+    return f"{model} x data {world_size // replica_size(parallel)} = {world_size} ranks"
 
 
 def _describe_batch(recipe: Recipe) -> str:
@@ -52,6 +63,8 @@ def _describe_batch(recipe: Recipe) -> str:
 
 def _describe_lengths(recipe: Recipe, shape: Qwen3Shape) -> str:
     limits = f"of {recipe.batch.max_tokens_per_gpu} a micro-batch and {shape.max_position_embeddings} positions"
+    if shape.rope.rope_type == "yarn":
+        limits += f" (YaRN, {shape.rope.factor:g} x {shape.rope.original_max_position_embeddings})"
     if isinstance(recipe, RlRecipe):
         prompt, response = recipe.data.max_prompt_len, recipe.rollout.rollout_max_response_len
         return f"prompt {prompt} + response {response} = {prompt + response} tokens {limits}"
@@ -60,7 +73,7 @@ def _describe_lengths(recipe: Recipe, shape: Qwen3Shape) -> str:
 
 def describe(recipe: Recipe, *, world_size: int | None = None) -> str:
     """What a faultless recipe would do, one line a topic."""
-    shape = read_shape(recipe.model.hf_checkpoint)
+    shape = model_shape(recipe.model)
     topics = {
         "kind": "rl" if isinstance(recipe, RlRecipe) else "sft",
         "model": _describe_model(shape, recipe.model.params_dtype),

@@ -109,7 +109,7 @@ def load_recipe(
 
 def dump_recipe(recipe: Recipe) -> str:
     """The resolved recipe, defaults included, as YAML that loads back to an equal recipe."""
-    data = recipe.model_dump()
+    data = recipe.model_dump(mode="json")
     # Written out, a default without effect would be refused on the way back as a setting without effect.
     for key in unused_keys(dict(recipe)):
         section, name = key.split(".")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field
 
 from megatron_klear.config.base import Config, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 from megatron_klear.config.loss import AdvantageConfig, CorrectionConfig, CriticConfig, KlConfig, LossConfig
@@ -26,15 +26,44 @@ class RunConfig(Config):
     """Also log to this Weights & Biases project (needs the extra `wandb`)."""
 
 
+def _tuple_of_list(value: object) -> object:
+    """YAML has lists; frozen settings hold tuples."""
+    return tuple(value) if isinstance(value, list) else value
+
+
 class ParallelConfig(Config):
     """How the model and the data are split over ranks. Data parallelism takes the ranks that are left over."""
 
     tensor_model_parallel_size: PositiveInt = 1
     """Ranks that share each weight matrix; must divide heads, KV heads, intermediate size."""
     pipeline_model_parallel_size: PositiveInt = 1
-    """Ranks that share the layers; must divide num_hidden_layers."""
+    """Ranks that share the layers; must divide the layers that the two settings below leave to the other stages."""
+    num_layers_in_first_pipeline_stage: PositiveInt | None = None
+    """Layers of the first stage, which also holds the embedding; an even share if not given."""
+    num_layers_in_last_pipeline_stage: PositiveInt | None = None
+    """Layers of the last stage, which also holds the head; an even share if not given."""
+    virtual_pipeline_model_parallel_size: PositiveInt | None = None
+    """Chunks of layers on each pipeline rank (interleaved schedule: less waiting, more communication)."""
+    context_parallel_size: PositiveInt = 1
+    """Ranks that share each sequence; sequences are padded to multiples of twice this many tokens."""
+    expert_model_parallel_size: PositiveInt = 1
+    """Ranks of a pipeline stage (tensor x context x data) that share the experts of a Qwen3-MoE, each whole on one."""
+    moe_token_dispatcher_type: Literal["allgather", "alltoall"] = "alltoall"
+    """How tokens travel to their experts; Qwen3-MoE only."""
     sequence_parallel: bool = False
     """Split norm activations along the sequence over tensor-parallel ranks; needs tensor_model_parallel_size > 1."""
+    recompute_granularity: Literal["full", "selective"] | None = None
+    """Compute activations again in the backward: of whole layers, or of the parts in recompute_modules."""
+    recompute_method: Literal["uniform", "block"] = "uniform"
+    """With full: every recompute_num_layers layers as one unit, or the first recompute_num_layers layers, each by
+    itself, of a stage (of a chunk with virtual pipeline)."""
+    recompute_num_layers: PositiveInt = 1
+    """With full: see recompute_method; with uniform it must divide the layers of every stage or chunk."""
+    recompute_modules: Annotated[
+        tuple[Literal["core_attn", "mlp", "layernorm"], ...], Field(min_length=1), BeforeValidator(_tuple_of_list)
+    ] = ("core_attn",)
+    """With selective: what is computed again. `layernorm` costs least time; `mlp` saves most memory; `core_attn` saves
+    where attention runs without a fused kernel, which is on a CPU."""
     use_distributed_optimizer: bool = True
     """Shard optimizer state over the data-parallel ranks."""
     distributed_timeout_minutes: PositiveInt = 30
@@ -64,6 +93,8 @@ class OptimizerConfig(Config):
     """Added to the root of the second moment."""
     clip_grad: NonNegativeFloat = 1.0
     """Largest global gradient norm; 0 clips nothing."""
+    optimizer_cpu_offload: bool = False
+    """Keep the optimizer's main weights and moments in host memory between updates."""
 
 
 class BatchConfig(Config):
@@ -72,7 +103,8 @@ class BatchConfig(Config):
     global_batch_size: PositiveInt
     """Most samples in one optimizer update, over all data-parallel ranks."""
     max_tokens_per_gpu: PositiveInt = 32768
-    """Most tokens in one micro-batch on one rank; must hold the longest sample."""
+    """Most tokens in one micro-batch on one rank. The context-parallel ranks of a group share a micro-batch, so
+    max_tokens_per_gpu x context_parallel_size must hold the longest sample, padded to 2 x context_parallel_size."""
 
 
 class HealthConfig(Config):

@@ -40,6 +40,8 @@ def _type(node: dict[str, Any]) -> str:
     if "const" in node or "enum" in node:
         return ", ".join(f"`{value}`" for value in node.get("enum", [node.get("const")]))
     bounds = [f"{sign} {node[name]}" for name, sign in _BOUNDS.items() if name in node]
+    if node["type"] == "array":
+        return f"list of {_type(node['items'])}"
     return " ".join([_TYPE_NAMES[node["type"]], ", ".join(bounds)]).strip()
 
 

@@ -7,12 +7,11 @@ all its facts are known, so a recipe with a broken section still hears of every 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from math import gcd
 from pathlib import Path
 from typing import Any
 
 from megatron_klear.config.loss import AggregationConfig
-from megatron_klear.config.model import ModelConfig, Qwen3Shape, read_shape
+from megatron_klear.config.model import ModelConfig, Qwen3Shape, model_shape
 from megatron_klear.config.names import (
     NOT_GIVEN,
     USER_FUNCTION,
@@ -35,6 +34,8 @@ from megatron_klear.config.recipe import (
     SftDataConfig,
     SftRecipe,
 )
+from megatron_klear.config.rules_parallel import PARALLEL_RULES
+from megatron_klear.config.rules_recompute import RECOMPUTE_RULES
 from megatron_klear.config.rules_rl import RL_RULES
 from megatron_klear.config.unused import given_but_unused
 from megatron_klear.errors import CheckpointError, Fault
@@ -42,75 +43,6 @@ from megatron_klear.errors import CheckpointError, Fault
 Faults = Iterator[Fault]
 
 _REWARDS = ("math", "arithmetic")
-_TP = "parallel.tensor_model_parallel_size"
-_PP = "parallel.pipeline_model_parallel_size"
-
-
-def _divisors(number: int) -> str:
-    return ", ".join(str(size) for size in range(1, number + 1) if number % size == 0)
-
-
-def _tensor_sizes(shape: Qwen3Shape) -> str:
-    common = gcd(shape.num_attention_heads, shape.num_key_value_heads, shape.intermediate_size)
-    return f"sizes that fit this model: {_divisors(common)}"
-
-
-def _heads_split_evenly(parallel: ParallelConfig, shape: Qwen3Shape) -> Faults:
-    size = parallel.tensor_model_parallel_size
-    if shape.num_attention_heads % size:
-        yield Fault(_TP, size, f"does not divide num_attention_heads {shape.num_attention_heads}", _tensor_sizes(shape))
-
-
-def _key_value_heads_split_evenly(parallel: ParallelConfig, shape: Qwen3Shape) -> Faults:
-    size, heads = parallel.tensor_model_parallel_size, shape.num_key_value_heads
-    if heads < size:
-        reason = f"is more than num_key_value_heads {heads}: a KV head is never split over ranks nor copied to several"
-        yield Fault(_TP, size, reason, _tensor_sizes(shape))
-    elif heads % size:
-        yield Fault(_TP, size, f"does not divide num_key_value_heads {heads}", _tensor_sizes(shape))
-
-
-def _mlp_splits_evenly(parallel: ParallelConfig, shape: Qwen3Shape) -> Faults:
-    size = parallel.tensor_model_parallel_size
-    if shape.intermediate_size % size:
-        yield Fault(_TP, size, f"does not divide intermediate_size {shape.intermediate_size}", _tensor_sizes(shape))
-
-
-def _layers_split_evenly(parallel: ParallelConfig, shape: Qwen3Shape) -> Faults:
-    size, layers = parallel.pipeline_model_parallel_size, shape.num_hidden_layers
-    if layers % size:
-        sizes = f"sizes that fit this model: {_divisors(layers)}"
-        yield Fault(_PP, size, f"does not divide num_hidden_layers {layers}", sizes)
-
-
-def _sequence_parallel_has_ranks(parallel: ParallelConfig) -> Faults:
-    if parallel.sequence_parallel and parallel.tensor_model_parallel_size == 1:
-        reason = "would have no effect: it splits over the tensor-parallel ranks and tensor_model_parallel_size is 1"
-        yield Fault("parallel.sequence_parallel", True, reason, "leave it out, or raise tensor_model_parallel_size")
-
-
-def model_parallel_size(parallel: ParallelConfig) -> int:
-    """Ranks that hold one copy of the model together."""
-    return parallel.tensor_model_parallel_size * parallel.pipeline_model_parallel_size
-
-
-def _world_divides(parallel: ParallelConfig, world_size: int) -> Faults:
-    ranks = model_parallel_size(parallel)
-    whole, rest = divmod(world_size, ranks)
-    if rest or not whole:
-        reason = (
-            f"tensor {parallel.tensor_model_parallel_size} x pipeline {parallel.pipeline_model_parallel_size} = {ranks}"
-            f" ranks hold one copy of the model, and {world_size} = {whole} x {ranks} + {rest}"
-        )
-        smaller = f"{whole * ranks} or " if whole else ""
-        yield Fault("world_size", world_size, reason, f"use {smaller}{(whole + 1) * ranks} ranks")
-
-
-def _batch_reaches_every_rank(batch: BatchConfig, parallel: ParallelConfig, world_size: int) -> Faults:
-    data_size = world_size // model_parallel_size(parallel)
-    if batch.global_batch_size < data_size:
-        reason = f"leaves some of the {data_size} data-parallel ranks without a sample"
-        yield Fault("batch.global_batch_size", batch.global_batch_size, reason, f"at least {data_size}")
 
 
 def _step_fills_a_batch(rollout: RolloutConfig, batch: BatchConfig) -> Faults:
@@ -128,10 +60,18 @@ def _too_long(key: str, value: int, other: int, limit_name: str, limit: int) -> 
         yield Fault(key, value, f"{total}more than {limit_name} {limit}", hint)
 
 
-def _sample_fits_a_micro_batch(data: SftDataConfig | PromptDataConfig, batch: BatchConfig) -> Faults:
+def _micro_batch_tokens(batch: BatchConfig, parallel: ParallelConfig) -> tuple[str, int]:
+    """Name and size of the most tokens of a micro-batch: the context-parallel ranks share them."""
+    size = parallel.context_parallel_size
+    shared = f" x context_parallel_size {size}" if size > 1 else ""
+    return f"batch.max_tokens_per_gpu{shared}", batch.max_tokens_per_gpu * size
+
+
+def _sample_fits_a_micro_batch(
+    data: SftDataConfig | PromptDataConfig, batch: BatchConfig, parallel: ParallelConfig
+) -> Faults:
     if isinstance(data, SftDataConfig):
-        limit = batch.max_tokens_per_gpu
-        yield from _too_long("data.max_length", data.max_length, 0, "batch.max_tokens_per_gpu", limit)
+        yield from _too_long("data.max_length", data.max_length, 0, *_micro_batch_tokens(batch, parallel))
 
 
 def _sample_fits_the_model(data: SftDataConfig | PromptDataConfig, shape: Qwen3Shape) -> Faults:
@@ -140,9 +80,11 @@ def _sample_fits_the_model(data: SftDataConfig | PromptDataConfig, shape: Qwen3S
         yield from _too_long("data.max_length", data.max_length, 0, "the model's max_position_embeddings", limit)
 
 
-def _response_fits_a_micro_batch(data: PromptDataConfig, rollout: RolloutConfig, batch: BatchConfig) -> Faults:
-    key, limit = "rollout.rollout_max_response_len", batch.max_tokens_per_gpu
-    yield from _too_long(key, rollout.rollout_max_response_len, data.max_prompt_len, "batch.max_tokens_per_gpu", limit)
+def _response_fits_a_micro_batch(
+    data: PromptDataConfig, rollout: RolloutConfig, batch: BatchConfig, parallel: ParallelConfig
+) -> Faults:
+    key, length = "rollout.rollout_max_response_len", rollout.rollout_max_response_len
+    yield from _too_long(key, length, data.max_prompt_len, *_micro_batch_tokens(batch, parallel))
 
 
 def _response_fits_the_model(data: PromptDataConfig, rollout: RolloutConfig, shape: Qwen3Shape) -> Faults:
@@ -298,17 +240,11 @@ def _output_folder_is_its_own(run: RunConfig, checkpoint: CheckpointConfig) -> F
 
 
 _RULES: tuple[tuple[Callable[..., Faults], tuple[str, ...]], ...] = (
-    (_heads_split_evenly, ("parallel", "shape")),
-    (_key_value_heads_split_evenly, ("parallel", "shape")),
-    (_mlp_splits_evenly, ("parallel", "shape")),
-    (_layers_split_evenly, ("parallel", "shape")),
-    (_sequence_parallel_has_ranks, ("parallel",)),
-    (_world_divides, ("parallel", "world_size")),
-    (_batch_reaches_every_rank, ("batch", "parallel", "world_size")),
+    *PARALLEL_RULES,
     (_step_fills_a_batch, ("rollout", "batch")),
-    (_sample_fits_a_micro_batch, ("data", "batch")),
+    (_sample_fits_a_micro_batch, ("data", "batch", "parallel")),
     (_sample_fits_the_model, ("data", "shape")),
-    (_response_fits_a_micro_batch, ("data", "rollout", "batch")),
+    (_response_fits_a_micro_batch, ("data", "rollout", "batch", "parallel")),
     (_response_fits_the_model, ("data", "rollout", "shape")),
     (_evaluation_fits_the_model, ("eval", "shape")),
     (_one_source_of_weights, ("model",)),
@@ -328,6 +264,7 @@ _RULES: tuple[tuple[Callable[..., Faults], tuple[str, ...]], ...] = (
     (_kept_steps_are_saved, ("checkpoint",)),
     (_best_is_measured, ("checkpoint", "eval")),
     (_output_folder_is_its_own, ("run", "checkpoint")),
+    *RECOMPUTE_RULES,
     *RL_RULES,
 )
 
@@ -341,7 +278,7 @@ def check_sections(sections: Mapping[str, Any], *, kind: Kind, world_size: int |
     if "model" in facts:
         folder = facts["model"].hf_checkpoint
         try:
-            facts["shape"] = read_shape(folder)
+            facts["shape"] = model_shape(facts["model"])
         except CheckpointError as error:
             hint = "" if Path(folder).is_dir() else missing_path_hint(Path(folder))
             faults.append(Fault("model.hf_checkpoint", folder, str(error), hint))

@@ -6,11 +6,27 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from megatron_klear.config.loss import AdvantageConfig, AggregationConfig, CorrectionConfig, KlConfig
-from megatron_klear.config.recipe import CheckpointConfig, EvalConfig, ExportConfig, RewardConfig, SelectionConfig
+from megatron_klear.config.model import ModelConfig
+from megatron_klear.config.recipe import (
+    CheckpointConfig,
+    EvalConfig,
+    ExportConfig,
+    ParallelConfig,
+    RewardConfig,
+    SelectionConfig,
+)
 from megatron_klear.errors import Fault
 
 # Names of settings without effect, each with the reason: the words after "would have no effect".
 _Unused = Iterator[tuple[str, str]]
+
+
+def _unused_in_parallel(parallel: ParallelConfig) -> _Unused:
+    if parallel.recompute_granularity != "full":
+        reason = "without parallel.recompute_granularity full"
+        yield from ((name, reason) for name in ("recompute_method", "recompute_num_layers"))
+    if parallel.recompute_granularity != "selective":
+        yield "recompute_modules", "without parallel.recompute_granularity selective"
 
 
 def _unused_in_eval(evaluation: EvalConfig) -> _Unused:
@@ -21,6 +37,11 @@ def _unused_in_eval(evaluation: EvalConfig) -> _Unused:
 def _unused_in_export(export: ExportConfig) -> _Unused:
     if export.hf_dir is None:
         yield "max_shard_bytes", "without export.hf_dir"
+
+
+def _unused_in_model(model: ModelConfig) -> _Unused:
+    if model.yarn_factor is None:
+        yield "yarn_original_max_position_embeddings", "without model.yarn_factor"
 
 
 def _unused_in_reward(reward: RewardConfig) -> _Unused:
@@ -77,6 +98,8 @@ _BY_SECTION: Mapping[str, Callable[[Any], _Unused]] = {
     "checkpoint": _unused_in_checkpoint,
     "eval": _unused_in_eval,
     "export": _unused_in_export,
+    "model": _unused_in_model,
+    "parallel": _unused_in_parallel,
     "reward": _unused_in_reward,
     "loss": _unused_in_loss,
     "kl": _unused_in_kl,

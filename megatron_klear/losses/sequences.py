@@ -1,4 +1,4 @@
-"""Per-sequence reductions inside a micro-batch. Sequences are whole: none is split over micro-batches or ranks."""
+"""Per-sequence reductions inside a micro-batch. No sequence is split over micro-batches; it may be over ranks."""
 
 from __future__ import annotations
 
@@ -21,4 +21,5 @@ def sequence_mean(values: Tensor, micro_batch: MicroBatch) -> Tensor:
     # Masked values may be infinite (an engine's -inf): they must not reach the sum, not even times zero.
     kept = torch.where(mask > 0, values, 0.0)
     totals.index_add_(1, micro_batch.sequence_ids, torch.stack((kept, mask)))
+    totals = micro_batch.sum_over_context(totals)
     return (totals[0] / totals[1].clamp(min=1))[micro_batch.sequence_ids]

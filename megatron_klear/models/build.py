@@ -1,8 +1,10 @@
-"""Building a model stage. The forward returns hidden states: the head is apart, so nothing ever holds [T, V]."""
+"""What a rank holds of a model. The forward gives hidden states: the head is apart, so nothing ever holds [T, V]."""
 
 from __future__ import annotations
 
 import math
+import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,12 +18,15 @@ from megatron.core.tensor_parallel import (
     set_tensor_model_parallel_attributes,
 )
 from megatron.core.transformer.module import Float16Module
+from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
+from megatron_klear.config.layers import layers_by_stage
 from megatron_klear.config.model import Qwen3Shape
 from megatron_klear.config.recipe import ParallelConfig
 from megatron_klear.models.qwen3.attention import packed_sequences
-from megatron_klear.models.qwen3.spec import qwen3_block, qwen3_config
+from megatron_klear.models.qwen3.moe import mark_experts
+from megatron_klear.models.qwen3.spec import qwen3_block, qwen3_config, recomputes_norms
 from megatron_klear.types import MicroBatch, Topology
 
 # Vocabulary rows are padded so that each tensor-parallel rank holds a multiple of this many.
@@ -72,13 +77,29 @@ class ValueGPTModel(HiddenGPTModel):
 
 
 @dataclass(frozen=True, slots=True)
-class ModelStage:
-    """One pipeline stage of a model on one rank."""
+class ModelChunk:
+    """Consecutive layers, with the embedding before them or the final norm and head behind them where they belong."""
 
     module: torch.nn.Module  # the HiddenGPTModel, inside Float16Module for bfloat16
     core: HiddenGPTModel
+    layers: range
+    """Global layer numbers."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelStage:
+    """What one rank holds of a model: a chunk of it, or with virtual pipeline several."""
+
+    chunks: tuple[ModelChunk, ...]
     shape: Qwen3Shape
     topology: Topology
+    layers: tuple[tuple[range, ...], ...]
+    """Global layer numbers of every chunk of every stage."""
+
+    @property
+    def core(self) -> HiddenGPTModel:
+        """The last chunk, which on the last stage has the head; its config is that of all."""
+        return self.chunks[-1].core
 
     @property
     def vocab_start(self) -> int:
@@ -87,15 +108,41 @@ class ModelStage:
             padded_vocab_size(self.shape.vocab_size, self.topology.tensor_size) // self.topology.tensor_size
         )
 
+    def named_parameters(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
+        """Megatron's names, but with global numbers of layers and experts: none is twice in a model but a tied head."""
+        first_expert = self.topology.expert_rank * self.experts_per_rank
+        for chunk in self.chunks:
+            for name, parameter in chunk.core.named_parameters():
+                name = _LAYER.sub(lambda found: f"{found[1]}{chunk.layers[int(found[2])]}.", name)  # noqa: B023
+                yield _EXPERT.sub(lambda found: f"{found[1]}{first_expert + int(found[2])}.", name), parameter
+
+    @property
+    def experts_per_rank(self) -> int:
+        """Experts of a layer that this rank holds; 0 for a dense model."""
+        return self.shape.num_experts // self.topology.expert_size
+
+    def parameters(self) -> list[torch.nn.Parameter]:
+        """All of them."""
+        return [parameter for _, parameter in self.named_parameters()]
+
+    def stage_of(self, layer: int) -> int:
+        """Pipeline rank that holds a layer."""
+        return next(rank for rank, chunks in enumerate(self.layers) if any(layer in chunk for chunk in chunks))
+
     def forward_hidden(self, module: torch.nn.Module, micro_batch: MicroBatch) -> Tensor:
-        """Run `module` (this stage, possibly wrapped for training) on a packed micro-batch."""
+        """Run `module` (a chunk of this stage, possibly wrapped for training) on a packed micro-batch."""
         sequences = packed_sequences(
             micro_batch,
+            self.topology,
             head_dim=self.shape.head_dim,
-            rope_theta=self.shape.rope_theta,
+            rope=self.shape.rope,
             dtype=self.core.config.params_dtype,
         )
         return module(micro_batch.token_ids[None], None, None, packed_seq_params=sequences)
+
+
+_LAYER = re.compile(r"^(decoder\.layers\.)(\d+)\.")
+_EXPERT = re.compile(r"(\.local_experts\.)(\d+)\.")
 
 
 def padded_vocab_size(vocab_size: int, tensor_size: int) -> int:
@@ -115,27 +162,43 @@ def build_stage(
 ) -> ModelStage:
     """This rank's stage, weights uninitialised (a value head is zero). Call inside `megatron_scope`."""
     config = qwen3_config(shape, parallel, dtype=dtype, on_cpu=on_cpu)
-    # TransformerBlock takes block submodules too, which carry our final norm; GPTModel's annotation is narrower.
-    block: Any = qwen3_block(config)
-    model = ValueGPTModel if value_head else HiddenGPTModel
-    core = model(
-        config=config,
-        transformer_layer_spec=block,
-        vocab_size=padded_vocab_size(shape.vocab_size, topology.tensor_size),
-        max_sequence_length=shape.max_position_embeddings,
-        pre_process=topology.is_first_stage,
-        post_process=topology.is_last_stage,
-        share_embeddings_and_output_weights=shape.tie_word_embeddings,
-        # Rotary positions are applied inside PackedAttention.
-        position_embedding_type="none",
-    )
-    _mark_tensor_parallel(core)
+    layers = layers_by_stage(shape.num_hidden_layers, parallel)
+    own = layers[topology.pipeline_rank]
+    chunks = []
+    for number, expected in enumerate(own):
+        virtual = number if len(own) > 1 else None
+        # TransformerBlock takes block submodules too, which carry our final norm; GPTModel's annotation is narrower.
+        block: Any = qwen3_block(shape, expected, recompute_norms=recomputes_norms(parallel))
+        model = ValueGPTModel if value_head else HiddenGPTModel
+        core = model(
+            config=config,
+            transformer_layer_spec=block,
+            vocab_size=padded_vocab_size(shape.vocab_size, topology.tensor_size),
+            max_sequence_length=shape.max_position_embeddings,
+            pre_process=topology.is_first_stage and number == 0,
+            post_process=topology.is_last_stage and number == len(own) - 1,
+            share_embeddings_and_output_weights=shape.tie_word_embeddings,
+            # Rotary positions are applied inside PackedAttention.
+            position_embedding_type="none",
+            vp_stage=virtual,
+        )
+        # Megatron counts from 1.
+        built: Any = core.decoder.layers
+        found = [layer.layer_number - 1 for layer in built]
+        assert found == list(expected), f"Megatron put layers {found} where {list(expected)} were expected"
+        _mark_tensor_parallel(core)
+        mark_experts(core)
+        chunks.append(ModelChunk(_as_module(core, config, dtype, on_cpu=on_cpu), core, expected))
+    return ModelStage(tuple(chunks), shape, topology, layers)
+
+
+def _as_module(core: HiddenGPTModel, config: TransformerConfig, dtype: torch.dtype, *, on_cpu: bool) -> torch.nn.Module:
     module: torch.nn.Module = core
     if dtype == torch.bfloat16:
         module = Float16Module(config, core)
     if not on_cpu:
         module.cuda()
-    return ModelStage(module, core, shape, topology)
+    return module
 
 
 def _mark_tensor_parallel(core: HiddenGPTModel) -> None:

@@ -16,8 +16,9 @@ from torch import Tensor
 
 from megatron_klear.errors import CheckpointError
 from megatron_klear.models.build import VALUE_HEAD, ModelStage, padded_vocab_size
-from megatron_klear.parallel.broadcast import gather_shards
+from megatron_klear.parallel.broadcast import gather_objects, gather_shards
 from megatron_klear.parallel.topology import ParallelContext
+from megatron_klear.types import Topology
 
 TensorSource = Callable[[str], Tensor]
 """Gives the full tensor of a Hugging Face name; raises CheckpointError if there is none."""
@@ -31,6 +32,8 @@ class Mapping(ABC):
     hf_shapes: dict[str, tuple[int, ...]]
     layer: int | None = None
     on_last_stage: bool = False
+    expert: int | None = None
+    """The expert it belongs to. An expert is whole on each rank that holds it, however many tensor ranks there are."""
 
     @property
     def hf_names(self) -> tuple[str, ...]:
@@ -82,7 +85,10 @@ class GatedMlp(Mapping):
 
 @dataclass(frozen=True)
 class QueryKeyValue(Mapping):
-    """q, k, v interleaved by KV group: [q heads of group 0, k 0, v 0, q heads of group 1, ...]; ranks split groups."""
+    """q, k, v interleaved by KV group: [q heads of group 0, k 0, v 0, q heads of group 1, ...]; ranks split the rows.
+
+    With more ranks than groups a rank's rows are a part of a group; Megatron gathers the activations then.
+    """
 
     num_groups: int = 1
     head_dim: int = 1
@@ -90,8 +96,7 @@ class QueryKeyValue(Mapping):
     def cut(self, full: Sequence[Tensor], tensor_rank: int, tensor_size: int) -> Tensor:  # noqa: D102  inherited
         width = full[0].size(-1)
         grouped = [t.view(self.num_groups, -1, width) for t in full]
-        own = torch.cat(grouped, dim=1).chunk(tensor_size)[tensor_rank]
-        return own.reshape(-1, width)
+        return torch.cat(grouped, dim=1).reshape(-1, width).chunk(tensor_size)[tensor_rank]
 
     def join(self, shards: Sequence[Tensor]) -> list[Tensor]:  # noqa: D102  inherited
         width = shards[0].size(-1)
@@ -118,25 +123,34 @@ def _stage_of(mapping: Mapping, stage: ModelStage) -> int:
     """Pipeline stage that owns a parameter."""
     topology = stage.topology
     if mapping.layer is not None:
-        return mapping.layer // (stage.shape.num_hidden_layers // topology.pipeline_size)
+        return stage.stage_of(mapping.layer)
     return topology.pipeline_size - 1 if mapping.on_last_stage else 0
 
 
-def _local_name(mapping: Mapping, stage: ModelStage) -> str:
-    """Megatron numbers layers from 0 on every stage."""
-    if mapping.layer is None:
-        return mapping.megatron_name
-    offset = stage.topology.pipeline_rank * (stage.shape.num_hidden_layers // stage.topology.pipeline_size)
-    return mapping.megatron_name.format(layer=mapping.layer - offset)
+def _expert_rank(mapping: Mapping, stage: ModelStage) -> int | None:
+    """Expert-parallel rank that holds a parameter; None if every one does."""
+    return None if mapping.expert is None else mapping.expert // stage.experts_per_rank
+
+
+def _is_here(mapping: Mapping, stage: ModelStage) -> bool:
+    topology = stage.topology
+    if _stage_of(mapping, stage) != topology.pipeline_rank:
+        return False
+    return _expert_rank(mapping, stage) in (None, topology.expert_rank)
+
+
+def _split(mapping: Mapping, topology: Topology) -> tuple[int, int]:
+    """Rank and number of ranks among which the parameter is split."""
+    return (topology.tensor_rank, topology.tensor_size) if mapping.expert is None else (0, 1)
 
 
 @torch.no_grad()
 def import_weights(stage: ModelStage, table: Sequence[Mapping], source: TensorSource) -> None:
     """Fill this rank's parameters from full Hugging Face tensors. Every parameter must be filled, shapes must match."""
     topology = stage.topology
-    parameters = dict(stage.core.named_parameters())
+    parameters = dict(stage.named_parameters())
     missing = set(parameters) - {VALUE_HEAD}
-    targets = [(m, _local_name(m, stage)) for m in table if _stage_of(m, stage) == topology.pipeline_rank]
+    targets = [(m, m.megatron_name) for m in table if _is_here(m, stage)]
     if stage.shape.tie_word_embeddings and topology.is_last_stage and not topology.is_first_stage:
         # The last stage holds its own copy of the tied embedding; Megatron keeps the two equal from here on.
         targets += [(m, "output_layer.weight") for m in table if m.megatron_name == EMBEDDING]
@@ -150,7 +164,7 @@ def import_weights(stage: ModelStage, table: Sequence[Mapping], source: TensorSo
                     " the weights belong to another model"
                 )
             full.append(tensor)
-        parameters[name].copy_(mapping.cut(full, topology.tensor_rank, topology.tensor_size))
+        parameters[name].copy_(mapping.cut(full, *_split(mapping, topology)))
         missing.discard(name)
     assert not missing, f"the mapping table fills no {sorted(missing)}"
 
@@ -162,23 +176,37 @@ EMBEDDING = "embedding.word_embeddings.weight"
 def export_weights(
     stage: ModelStage, table: Sequence[Mapping], context: ParallelContext
 ) -> Iterator[tuple[str, Tensor]]:
-    """Full tensors under Hugging Face names, one mapping at a time, on rank 0. COLLECTIVE over replica 0.
+    """Full tensors under Hugging Face names, one mapping at a time, on rank 0. COLLECTIVE.
 
-    Every rank must exhaust it. Ranks other than 0 get nothing; at most one parameter is held in full at a time.
+    Every rank must exhaust it: replica 0 gives what is not an expert's, but experts may live on ranks of any replica.
+    Ranks other than 0 get nothing; at most one parameter is held in full at a time.
     """
     topology = stage.topology
-    if topology.data_rank != 0:
-        return
-    parameters = dict(stage.core.named_parameters())
+    holders = _holders(gather_objects(topology))
+    parameters = dict(stage.named_parameters())
     device = context.device.torch_device
     for mapping in table:
-        owner = _stage_of(mapping, stage)
-        local = parameters[_local_name(mapping, stage)].detach() if owner == topology.pipeline_rank else None
+        sources = holders[_stage_of(mapping, stage), _expert_rank(mapping, stage)]
+        local = parameters[mapping.megatron_name].detach() if topology.rank in sources else None
         like = None
         if topology.rank == 0:
             zeros = [torch.empty(shape, device="meta") for shape in mapping.hf_shapes.values()]
-            size = mapping.cut(zeros, 0, topology.tensor_size).shape
+            size = mapping.cut(zeros, 0, _split(mapping, topology)[1]).shape
             like = torch.empty(size, dtype=stage.core.config.params_dtype, device=device)
-        shards = gather_shards(local, stage=owner, like=like, context=context)
+        shards = gather_shards(local, sources=sources, like=like)
         if shards is not None:
             yield from zip(mapping.hf_names, mapping.join(shards), strict=True)
+
+
+def _holders(ranks: Sequence[Topology]) -> dict[tuple[int, int | None], list[int]]:
+    """Ranks that give the shards of a parameter, in the order `join` takes them.
+
+    By (pipeline stage, expert-parallel rank), the latter None for what is not an expert's.
+    """
+    holders: dict[tuple[int, int | None], list[int]] = {}
+    for one in sorted(ranks, key=lambda one: (one.tensor_rank, one.rank)):
+        if one.data_rank == one.context_rank == 0:
+            holders.setdefault((one.pipeline_rank, None), []).append(one.rank)
+        first = holders.setdefault((one.pipeline_rank, one.expert_rank), [one.rank])
+        first[0] = min(first[0], one.rank)
+    return holders

@@ -9,6 +9,8 @@ for _pattern in (
     ".*[Aa]pex.*",
     ".*[Tt]ransformer.?[Ee]ngine.*",
     ".*full scope is deprecated.*",
+    # Said of every expert under sequence parallelism: an expert is whole on its rank, on purpose.
+    "`sequence_parallel` is set to `True`, but tensor model parallel size is 1.*",
     "`torch.distributed.(all_gather_into_tensor|reduce_scatter_tensor)` is deprecated.*",
     "`load_state_dict` is deprecated.*",
     "Please use DTensor instead and we are deprecating ShardedTensor.*",

@@ -22,11 +22,11 @@ def _move(tensor: Tensor, context: ParallelContext) -> Tensor:
 def scatter_to_replicas(tensors: Sequence[Tensor] | None, dtype: torch.dtype, context: ParallelContext) -> Tensor:
     """Rank 0 hands tensor i (1-D, any lengths) to every rank of data-parallel replica i.
 
-    First a scatter over the data-parallel group of rank 0, padded to the longest, then a broadcast inside each replica:
+    First a scatter over the replicas' first ranks, padded to the longest, then a broadcast inside each replica:
     each byte leaves rank 0 once. Other ranks pass None.
     """
     topology, groups, device = context.topology, context.groups, context.device.torch_device
-    leads = topology.tensor_rank == 0 and topology.pipeline_rank == 0
+    leads = topology.tensor_rank == topology.pipeline_rank == topology.context_rank == 0
     sizes = torch.zeros(topology.data_size, dtype=torch.int64, device=device)
     if context.is_main:
         assert tensors is not None and len(tensors) == topology.data_size
@@ -38,8 +38,8 @@ def scatter_to_replicas(tensors: Sequence[Tensor] | None, dtype: torch.dtype, co
         padded = None
         if context.is_main and tensors is not None:
             padded = [torch.nn.functional.pad(_move(t, context), (0, longest - t.numel())) for t in tensors]
-        dist.scatter(buffer, padded, src=dist.get_process_group_ranks(groups.data)[0], group=groups.data)
-    dist.broadcast(buffer, src=dist.get_process_group_ranks(groups.model)[0], group=groups.model)
+        dist.scatter(buffer, padded, src=dist.get_process_group_ranks(groups.replicas)[0], group=groups.replicas)
+    dist.broadcast(buffer, src=dist.get_process_group_ranks(groups.replica)[0], group=groups.replica)
     return buffer[:own]
 
 
@@ -55,6 +55,13 @@ def largest(number: int, context: ParallelContext) -> int:
     tensor = torch.tensor([number], device=context.device.torch_device)
     dist.all_reduce(tensor, op=dist.ReduceOp.MAX)
     return int(tensor.item())
+
+
+def sum_over_ranks(number: float | Tensor, context: ParallelContext) -> float:
+    """The sum of all ranks' numbers, on every rank."""
+    tensor = torch.as_tensor(number, dtype=torch.float64, device=context.device.torch_device).clone()
+    dist.all_reduce(tensor)
+    return float(tensor.item())
 
 
 def gather_objects(value: Any) -> list[Any]:
@@ -87,18 +94,14 @@ def broadcast_number(value: float, context: ParallelContext) -> float:
     return float(tensor.item())
 
 
-def gather_shards(
-    shard: Tensor | None, *, stage: int, like: Tensor | None, context: ParallelContext
-) -> list[Tensor] | None:
-    """Bring the tensor-parallel shards that pipeline `stage` of replica 0 holds to rank 0, in tensor-rank order.
+def gather_shards(shard: Tensor | None, *, sources: Sequence[int], like: Tensor | None) -> list[Tensor] | None:
+    """Bring the shards that the ranks `sources` hold to rank 0, in their order.
 
-    `like` gives shape and dtype on rank 0 where it does not hold a shard itself. Ranks of other replicas must not call.
+    `like` gives shape and dtype on rank 0 where it does not hold a shard itself. Other ranks do nothing.
     """
-    topology = context.topology
-    ranks = dist.get_process_group_ranks(context.groups.model)
-    sources = [ranks[stage * topology.tensor_size + t] for t in range(topology.tensor_size)]
-    if topology.rank != 0:
-        if topology.rank in sources:
+    rank = dist.get_rank()
+    if rank != 0:
+        if rank in sources:
             assert shard is not None
             dist.send(shard.contiguous(), dst=0)
         return None

@@ -15,6 +15,7 @@ from typing import Any, Literal
 
 import torch
 from megatron.core.tensor_parallel import random as megatron_random
+from megatron.core.transformer.moe import token_dispatcher
 from torch.overrides import TorchFunctionMode
 
 # The versions whose sources were read for device literals; a newer one must be read again before it is added.
@@ -70,6 +71,27 @@ class _CudaMeansCpu(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
+class _Stream:
+    """Stands for torch.cuda.Stream: on a CPU everything is done when the call returns."""
+
+    def wait_stream(self, stream: _Stream) -> None:
+        pass
+
+    def record_event(self) -> _Stream:
+        return self
+
+    def synchronize(self) -> None:
+        pass
+
+
+_ONE_STREAM = _Stream()
+
+
+def _to_host(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+    """Megatron makes numbers of the all-to-all's split sizes only where they come from a GPU."""
+    return tensor.numpy() if as_numpy and isinstance(tensor, torch.Tensor) else tensor
+
+
 def _patches() -> list[tuple[Any, str, Any]]:
     """(owner, attribute, stand-in) of every call that Megatron makes on torch.cuda without a device argument."""
     return [
@@ -81,6 +103,11 @@ def _patches() -> list[tuple[Any, str, Any]]:
         (torch.cuda, "get_rng_state", lambda *_args, **_kwargs: torch.get_rng_state()),
         (megatron_random, "_get_cuda_rng_state", lambda *_args, **_kwargs: torch.get_rng_state()),
         (megatron_random, "_set_cuda_rng_state", lambda state, *_args, **_kwargs: torch.set_rng_state(state)),
+        # The all-to-all dispatcher of experts copies sizes to the host on a stream of its own.
+        (torch.cuda, "Stream", _Stream),
+        (torch.cuda, "current_stream", lambda *_args, **_kwargs: _ONE_STREAM),
+        (torch.cuda, "stream", contextlib.nullcontext),
+        (token_dispatcher, "maybe_move_tensor_to_cpu", _to_host),
     ]
 
 

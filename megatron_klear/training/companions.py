@@ -77,7 +77,7 @@ def _reference(run: Run, config: KlConfig) -> Reference:
 
 def _load_weights(run: Run, stage: ModelStage, path: str) -> None:
     if (Path(path) / TRACKER).is_file():
-        CheckpointStore(path, run.context).load_weights(stage)
+        CheckpointStore(path, run.context).load_weights(stage, any_rope=True)
         return
     with open_folder(path, stage.shape) as source:
         import_weights(stage, qwen3_table(stage.shape), source)
@@ -94,8 +94,8 @@ def _critic(run: Run, recipe: RlRecipe) -> Critic:
 
     @torch.no_grad()
     def fill(stage: ModelStage) -> None:
-        weights = dict(policy.core.named_parameters())
-        for name, parameter in stage.core.named_parameters():
+        weights = dict(policy.named_parameters())
+        for name, parameter in stage.named_parameters():
             if name == VALUE_HEAD:
                 continue
             if name == "output_layer.weight":

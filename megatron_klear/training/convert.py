@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -26,6 +26,7 @@ from megatron_klear.models.build import DTYPES, ModelStage, build_stage
 from megatron_klear.models.hf_bridge import export_weights, import_weights
 from megatron_klear.models.qwen3.hf_map import qwen3_table
 from megatron_klear.parallel.broadcast import from_last_stage
+from megatron_klear.parallel.context import split_batch, whole_rows
 from megatron_klear.parallel.device import megatron_scope
 from megatron_klear.parallel.topology import ParallelContext, parallel_context
 from megatron_klear.training.forward import run_schedule
@@ -68,25 +69,28 @@ def megatron_logits(stage: ModelStage, rows: Sequence[Tensor], context: Parallel
     for sample in samples:
         # Packing refuses samples that train nothing; what is trained does not matter here.
         sample.loss_mask = [1] * len(sample.token_ids)
-    total = sum(len(sample.token_ids) for sample in samples)
-    multiple = stage.topology.tensor_size
-    spec = PackSpec(1, -(-total // multiple) * multiple, multiple)
+    topology = stage.topology
+    one = PackSpec(1, 1, multiple_of=topology.tensor_size, context_parallel_size=topology.context_size)
+    # Room for all rows in one micro-batch, so that they stay in order.
+    spec = replace(one, max_tokens=one.unit + sum(one.padded(len(row)) for row in rows))
     (batch,) = pack(samples, spec)
-    ints, floats = flatten(batch)
-    (micro_batch,) = unflatten(
-        ints.to(context.device.torch_device), floats.to(context.device.torch_device)
-    ).micro_batches
+    ints, floats = (part.to(context.device.torch_device) for part in flatten(batch))
+    (micro_batch,) = split_batch(unflatten(ints, floats), context).micro_batches
     head = Head(stage, context.groups, temperature=1.0)
     with megatron_scope(context.device):
         outputs = run_schedule(
             stage,
-            stage.module,
-            [micro_batch],
+            [chunk.module for chunk in stage.chunks],
+            # The interleaved schedule wants as many micro-batches as there are stages.
+            [micro_batch] * (topology.pipeline_size if len(stage.chunks) > 1 else 1),
             lambda _: lambda hidden, non_loss_data: head.logits(hidden),
             forward_only=True,
         )
-    shape = (micro_batch.token_ids.numel(), stage.shape.vocab_size)
-    return from_last_stage(outputs[0] if outputs else None, shape, context)[:total]
+    own = whole_rows(outputs[0], micro_batch, context) if outputs else None
+    shape = (int(micro_batch.cu_seqlens[-1]), stage.shape.vocab_size)
+    logits = from_last_stage(own, shape, context)
+    starts = micro_batch.cu_seqlens[: len(rows)].tolist()
+    return torch.cat([logits[start : start + len(row)] for start, row in zip(starts, rows, strict=True)])
 
 
 def _import(stage: ModelStage, args: argparse.Namespace, context: ParallelContext) -> str:
@@ -138,6 +142,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--max-shard-bytes", type=int, default=5 * 1024**3)
     parser.add_argument("--tensor-model-parallel-size", type=int, default=1)
     parser.add_argument("--pipeline-model-parallel-size", type=int, default=1)
+    parser.add_argument("--expert-model-parallel-size", type=int, default=1)
     return parser
 
 
@@ -147,11 +152,14 @@ def main(argv: Sequence[str]) -> int:
     args = parser.parse_args(argv)
     if (args.action == "export") != (args.out is not None):
         parser.error("export needs --out, the folder to write; import and verify take none")
+    shape: Qwen3Shape = read_shape(args.hf)
     parallel = ParallelConfig(
         tensor_model_parallel_size=args.tensor_model_parallel_size,
         pipeline_model_parallel_size=args.pipeline_model_parallel_size,
+        expert_model_parallel_size=args.expert_model_parallel_size,
+        # It changes no weight, and Megatron's experts need it to compare logits.
+        sequence_parallel=shape.is_moe and args.tensor_model_parallel_size > 1,
     )
-    shape: Qwen3Shape = read_shape(args.hf)
     # The rules of a recipe that concern the model and its layout; there is no recipe here.
     faults = check_sections({"parallel": parallel, "shape": shape}, kind="sft", world_size=None)
     if faults:

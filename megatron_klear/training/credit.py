@@ -12,6 +12,7 @@ from megatron_klear.losses.gae import gae, terminal_rewards
 from megatron_klear.losses.kl import kl_estimate
 from megatron_klear.losses.sequences import trained
 from megatron_klear.parallel.broadcast import broadcast_vector, sum_over_replicas
+from megatron_klear.parallel.context import own_part_of, whole_micro_batch
 from megatron_klear.parallel.topology import ParallelContext
 from megatron_klear.protocols import AdvantageFn
 from megatron_klear.types import MicroBatch, Sample, SampleGroup, TrainBatch
@@ -31,12 +32,14 @@ def gae_advantages(
     micro_batches = [mb for batch in batches for mb in batch.micro_batches]
     if context.topology.is_last_stage:
         for micro_batch in micro_batches:
-            rewards = terminal_rewards(micro_batch)
+            # The recursion runs along whole sequences.
+            whole = whole_micro_batch(micro_batch, context)
+            rewards = terminal_rewards(whole)
             if kl is not None:
-                rewards = rewards - kl.kl_coef * _charged_kl(micro_batch, kl)
-            estimates = gae(micro_batch.values, rewards, micro_batch, gamma=config.gamma, lam=config.lam)
-            micro_batch.advantages, micro_batch.returns = estimates.advantages, estimates.returns
-            a = estimates.advantages
+                rewards = rewards - kl.kl_coef * _charged_kl(whole, kl)
+            estimates = gae(whole.values, rewards, whole, gamma=config.gamma, lam=config.lam)
+            a = micro_batch.advantages = own_part_of(estimates.advantages, micro_batch)
+            micro_batch.returns = own_part_of(estimates.returns, micro_batch)
             sums += torch.stack((trained(micro_batch).sum().float(), a.sum(), a.square().sum()))
     on_last = sums if context.topology.is_last_stage else None
     count, total, squares = sum_over_replicas(on_last, 3, context).tolist()

@@ -20,7 +20,7 @@ when nothing is trained."""
 
 def run_schedule(
     stage: ModelStage,
-    module: torch.nn.Module,
+    modules: Sequence[torch.nn.Module],
     micro_batches: Sequence[MicroBatch],
     loss_of: LossOf,
     *,
@@ -28,7 +28,7 @@ def run_schedule(
 ) -> list[Any]:
     """What the loss functions reported, a micro-batch each, on the last stage; else empty. Inside `megatron_scope`.
 
-    `module` is the stage, wrapped for training or not. With `forward_only` nothing keeps a gradient.
+    `modules` are the stage's chunks, wrapped for training or not. With `forward_only` nothing keeps a gradient.
     """
 
     def forward_step(batches: Iterator[MicroBatch], wrapped: torch.nn.Module) -> tuple[Tensor, Callable[..., Any]]:
@@ -38,10 +38,12 @@ def run_schedule(
     with torch.no_grad() if forward_only else contextlib.nullcontext():
         return get_forward_backward_func()(
             forward_step_func=forward_step,
-            data_iterator=iter(micro_batches),
-            model=[module],
+            # Each chunk sees every micro-batch.
+            data_iterator=[iter(micro_batches) for _ in modules],
+            model=list(modules),
             num_microbatches=len(micro_batches),
-            seq_length=micro_batches[0].token_ids.numel(),
+            # Of the whole replica: the schedule divides it by the context-parallel size.
+            seq_length=micro_batches[0].token_ids.numel() * stage.topology.context_size,
             micro_batch_size=1,
             forward_only=forward_only,
             collect_non_loss_data=forward_only,

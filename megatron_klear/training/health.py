@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import fields
+from operator import attrgetter
 from pathlib import Path
 
 import torch
@@ -13,7 +14,7 @@ import torch
 from megatron_klear.config.recipe import HealthConfig
 from megatron_klear.errors import TrainingError
 from megatron_klear.training.learner import Learner
-from megatron_klear.types import StepReport, TrainBatch
+from megatron_klear.types import MicroBatch, StepReport, TrainBatch
 
 # The first update of a step runs on the micro-batches and weights that gave the old log-probs. What remains is the
 # order of sums in products that may run in another order on a GPU.
@@ -98,13 +99,19 @@ class NonFiniteGuard:
     def _dump(self, step: int, learner: Learner, batch: TrainBatch) -> Path:
         self.folder.mkdir(parents=True, exist_ok=True)
         path = self.folder / f"step_{step}_rank_{learner.context.topology.rank}.pt"
-        torch.save([asdict(micro_batch) for micro_batch in batch.micro_batches], path)
+        torch.save([_tensors(micro_batch) for micro_batch in batch.micro_batches], path)
         return path
+
+
+def _tensors(micro_batch: MicroBatch) -> dict[str, object]:
+    """Everything in a micro-batch that is data."""
+    found = {f.name: attrgetter(f.name)(micro_batch) for f in fields(MicroBatch)}
+    return {name: value for name, value in found.items() if not callable(value)}
 
 
 def _first_bad_tensor(learner: Learner) -> str:
     """Name of the first weight, else gradient, that is not finite, in the order of the model, on this rank."""
-    parameters = list(learner.stage.core.named_parameters())
+    parameters = list(learner.stage.named_parameters())
     # Weights first: one that is bad spoils the gradients of everything before it.
     for name, parameter in parameters:
         if not bool(parameter.isfinite().all()):

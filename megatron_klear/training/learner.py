@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -15,11 +17,13 @@ from megatron_klear.config.model import Qwen3Shape
 from megatron_klear.config.recipe import OptimizerConfig, ParallelConfig
 from megatron_klear.metrics import Metric, merge
 from megatron_klear.models.build import DTYPES, ModelStage, build_stage
-from megatron_klear.parallel.broadcast import reduce_metrics
+from megatron_klear.models.qwen3.moe import take_balance_losses
+from megatron_klear.parallel.broadcast import reduce_metrics, sum_over_ranks
 from megatron_klear.parallel.device import megatron_scope
-from megatron_klear.parallel.scale import loss_tuple
+from megatron_klear.parallel.scale import balance_loss_coefficient, loss_tuple
 from megatron_klear.parallel.topology import ParallelContext
 from megatron_klear.training.forward import run_schedule
+from megatron_klear.training.offload import Offload, offload_to_host
 from megatron_klear.training.optimizer import build_optimizer, set_learning_rate, wrap_data_parallel
 from megatron_klear.training.schedule import learning_rate
 from megatron_klear.types import LossOutput, MicroBatch, StepReport, TrainBatch
@@ -33,6 +37,7 @@ class LearnerSettings:
     optimizer: OptimizerConfig
     params_dtype: str
     decay_iters: int = 1
+    moe_aux_loss_coeff: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,16 +45,26 @@ class Trainable:
     """A stage wrapped for training, with its optimizer."""
 
     stage: ModelStage
-    ddp: DistributedDataParallel
+    ddps: list[DistributedDataParallel]
+    """One a chunk."""
     optimizer: MegatronOptimizer
+    offload: Offload | None = None
+    """Where the optimizer's state waits in host memory."""
+
+    def optimizer_at_work(self) -> contextlib.AbstractContextManager[None]:
+        """Inside, the optimizer's state is on the device."""
+        if self.offload is None:
+            return contextlib.nullcontext()
+        return self.offload.at_work(self.optimizer, self.stage.parameters())
 
 
 class Learner:
     """Forward passes and updates. `version` counts the updates made."""
 
     def __init__(self, trainable: Trainable, context: ParallelContext, settings: LearnerSettings) -> None:
+        self.trainable = trainable
         self.stage = trainable.stage
-        self.ddp = trainable.ddp
+        self.ddps = trainable.ddps
         self.optimizer = trainable.optimizer
         self.context = context
         self.settings = settings
@@ -62,7 +77,7 @@ class Learner:
             return lambda hidden, non_loss_data: of_hidden(hidden, micro_batch)
 
         with megatron_scope(self.context.device):
-            return run_schedule(self.stage, self.ddp, batch.micro_batches, collect, forward_only=True)
+            return run_schedule(self.stage, self.ddps, batch.micro_batches, collect, forward_only=True)
 
     def step(self, batch: TrainBatch, loss_of: Callable[[Tensor, MicroBatch], LossOutput], *, name: str) -> StepReport:
         """One optimizer update on a summed loss.
@@ -78,14 +93,16 @@ class Learner:
 
             return compute
 
+        self._weigh_balance_loss(len(batch.micro_batches))
         with megatron_scope(self.context.device):
-            self.ddp.zero_grad_buffer()
+            for ddp in self.ddps:
+                ddp.zero_grad_buffer()
             self.optimizer.zero_grad()
-            parts = run_schedule(self.stage, self.ddp, batch.micro_batches, compute_of, forward_only=False)
+            parts = run_schedule(self.stage, self.ddps, batch.micro_batches, compute_of, forward_only=False)
         metrics = reduce_metrics(merge(parts), self.context)
         lr = learning_rate(self.version, self.settings.optimizer, self.settings.decay_iters)
         set_learning_rate(self.optimizer, lr)
-        with megatron_scope(self.context.device):
+        with megatron_scope(self.context.device), self.trainable.optimizer_at_work():
             self.optimizer.prepare_grads()
             grad_norm = float(self.optimizer.get_grad_norm())
             finite = math.isfinite(grad_norm) and math.isfinite(metrics[name])
@@ -94,7 +111,23 @@ class Learner:
                 self.version += 1
         owner = name.partition("/")[0]
         metrics |= {f"{owner}/grad_norm": grad_norm, f"{owner}/lr": lr}
+        if self.settings.moe_aux_loss_coeff > 0:
+            metrics[f"{owner}/moe_aux_loss"] = self._balance_loss(len(batch.micro_batches))
         return StepReport(metrics, grad_norm, lr, skipped=not finite)
+
+    def _weigh_balance_loss(self, num_micro_batches: int) -> None:
+        """Megatron reads the coefficient in every forward pass; what it must be depends on the update."""
+        self.stage.core.config.moe_aux_loss_coeff = balance_loss_coefficient(
+            self.settings.moe_aux_loss_coeff,
+            num_micro_batches=num_micro_batches,
+            data_size=self.context.topology.data_size,
+        )
+
+    def _balance_loss(self, num_micro_batches: int) -> float:
+        """Mean over layers, micro-batches and replicas, without the coefficient; 1 is perfect balance. A collective."""
+        losses = (sum(take_balance_losses(chunk.core)) for chunk in self.stage.chunks)
+        total = sum_over_ranks(sum(losses), self.context)
+        return total / (sum(self.stage.shape.moe_layers) * num_micro_batches * self.context.topology.data_size)
 
 
 def build_trainable(
@@ -114,6 +147,19 @@ def build_trainable(
         )
     fill(stage)
     with megatron_scope(context.device):
-        ddp = wrap_data_parallel(stage, use_distributed_optimizer=sharded)
-        adam = build_optimizer(ddp, settings.optimizer, dtype=dtype, use_distributed_optimizer=sharded)
-    return Trainable(stage, ddp, adam)
+        ddps = wrap_data_parallel(stage, use_distributed_optimizer=sharded)
+        adam = build_optimizer(ddps, settings.optimizer, dtype=dtype, use_distributed_optimizer=sharded)
+        offload = _offload(context, settings.optimizer)
+        if offload is not None:
+            offload.park(adam, stage.parameters())
+    return Trainable(stage, ddps, adam, offload)
+
+
+def _offload(context: ParallelContext, optimizer: OptimizerConfig) -> Offload | None:
+    if not optimizer.optimizer_cpu_offload:
+        return None
+    if context.device.kind == "cuda":
+        return offload_to_host(context.device)
+    if context.is_main:
+        warnings.warn("optimizer_cpu_offload changes nothing here: without a GPU all is in host memory", stacklevel=2)
+    return None

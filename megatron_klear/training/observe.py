@@ -10,6 +10,7 @@ from torch import Tensor
 from megatron_klear.losses.policy import ClippedLoss
 from megatron_klear.losses.terms import RlLoss
 from megatron_klear.parallel.broadcast import from_last_stage
+from megatron_klear.parallel.context import whole_rows
 from megatron_klear.protocols import PolicyLoss
 from megatron_klear.report.record import SampleRecord
 from megatron_klear.training.run import MainSide, Run
@@ -24,14 +25,16 @@ _NO_CLIP = ClippedLoss(ClipRule(eps_low=None, eps_high=float("inf")))
 def record_samples(
     run: Run, step: int, batch: TrainBatch, logprobs: list[Tensor], samples: Sequence[Sample], loss: PolicyLoss
 ) -> None:
-    """Record a few samples of this rank's first micro-batch. A collective along the pipeline.
+    """Record a few samples of this rank's first micro-batch. A collective along the pipeline and the context.
 
     `samples` are those of the update, in packing order, on rank 0.
     """
     first = batch.micro_batches[0]
     policy = loss.policy if isinstance(loss, RlLoss) else _NO_CLIP
     seen = _seen(first, logprobs[0], policy) if logprobs else None
-    rows = from_last_stage(seen, (5, first.token_ids.numel()), run.context).cpu()
+    if seen is not None:
+        seen = whole_rows(seen.t(), first, run.context).t()
+    rows = from_last_stage(seen, (5, first.token_ids.numel() * run.context.topology.context_size), run.context).cpu()
     if run.main is None:
         return
     index, starts = first.sample_index.tolist(), first.cu_seqlens.tolist()

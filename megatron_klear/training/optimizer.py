@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -20,7 +21,8 @@ class _DataParallel(DistributedDataParallel):
     """Megatron's DDP without an all-gather among one rank, which slows the next steps of a CPU run by a third."""
 
     def start_param_sync(self, *args: Any, **kwargs: Any) -> None:
-        if self.dp_group.size() > 1:
+        # Parameters are spread over replicas and context ranks, those of experts over the ranks that hold the same.
+        if max(self.intra_dp_cp_group.size(), self.intra_expt_dp_group.size()) > 1:
             super().start_param_sync(*args, **kwargs)
 
 
@@ -37,29 +39,42 @@ class _TorchAdamDistributedOptimizer(DistributedOptimizer):
         state = self.optimizer.state[self.optimizer.param_groups[group]["params"][order]]
         super()._set_main_param_and_optimizer_states(model_param, {"step": state["step"], **tensors})
 
+    def state_dict(self) -> dict[str, Any]:
+        if self.optimizer.state:
+            return super().state_dict()
+        # The part for experts on a pipeline stage without any: Megatron asks its parameters for their step.
+        groups = [{name: value for name, value in group.items() if name != "params"} for group in self.param_groups]
+        return {"optimizer": {"param_groups": [group | {"step": 0.0} for group in groups]}}
+
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         super().load_state_dict(state_dict)
         for state in self.optimizer.state.values():
             state["step"] = state["step"].clone()
 
 
-def wrap_data_parallel(stage: ModelStage, *, use_distributed_optimizer: bool) -> DistributedDataParallel:
-    """DDP over the stage, gradients summed in float32. Call inside `megatron_scope`, after the weights were filled."""
+def wrap_data_parallel(stage: ModelStage, *, use_distributed_optimizer: bool) -> list[DistributedDataParallel]:
+    """DDP over each chunk, gradients summed in float32. Call inside `megatron_scope`, after the weights were filled."""
     ddp_config = DistributedDataParallelConfig(
         use_distributed_optimizer=use_distributed_optimizer, grad_reduce_in_fp32=True
     )
-    ddp = _DataParallel(stage.core.config, ddp_config, stage.module)
-    gradient_buffers: Any = ddp.buffers  # Megatron's DDP gives this name of torch.nn.Module another meaning
-    for buffer in gradient_buffers:
-        assert_sum_contract(
-            calculate_per_token_loss=stage.core.config.calculate_per_token_loss,
-            gradient_scaling_factor=buffer.gradient_scaling_factor,
-        )
-    return ddp
+    wrapped = [_DataParallel(stage.core.config, ddp_config, chunk.module) for chunk in stage.chunks]
+    for ddp in wrapped:
+        gradient_buffers: Any = ddp.buffers  # Megatron's DDP gives this name of torch.nn.Module another meaning
+        # Experts have buffers of their own, summed over the ranks that hold the same ones.
+        for buffer in (*gradient_buffers, *ddp.expert_parallel_buffers):
+            assert_sum_contract(
+                calculate_per_token_loss=stage.core.config.calculate_per_token_loss,
+                gradient_scaling_factor=buffer.gradient_scaling_factor,
+            )
+    return list(wrapped)
 
 
 def build_optimizer(
-    ddp: DistributedDataParallel, config: OptimizerConfig, *, dtype: torch.dtype, use_distributed_optimizer: bool
+    ddps: Sequence[DistributedDataParallel],
+    config: OptimizerConfig,
+    *,
+    dtype: torch.dtype,
+    use_distributed_optimizer: bool,
 ) -> MegatronOptimizer:
     """AdamW over the wrapped stage; float32 main weights are taken from the model now. Call inside `megatron_scope`."""
     optimizer = get_megatron_optimizer(
@@ -75,7 +90,7 @@ def build_optimizer(
             bf16=dtype == torch.bfloat16,
             params_dtype=dtype,
         ),
-        [ddp],
+        list(ddps),
     )
     for group in optimizer.param_groups:
         # Megatron leaves this to its own scheduler; without it norm weights, whose factor is 0, would decay too.

@@ -40,10 +40,10 @@ class Reference:
 
 
 def _snapshot(stage: ModelStage) -> dict[str, Tensor]:
-    return {name: parameter.detach().to("cpu", copy=True) for name, parameter in stage.core.named_parameters()}
+    return {name: parameter.detach().to("cpu", copy=True) for name, parameter in stage.named_parameters()}
 
 
 @torch.no_grad()
 def _restore(stage: ModelStage, weights: dict[str, Tensor]) -> None:
-    for name, parameter in stage.core.named_parameters():
+    for name, parameter in stage.named_parameters():
         parameter.copy_(weights[name])

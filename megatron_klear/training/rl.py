@@ -104,7 +104,7 @@ class RlTrainer:
         run.push_weights()
         self.companions.after_step(step, run.policy.stage)
         clock.lap("update_weights_time")
-        return self._metrics(plan.rollout, reports, metrics) | clock.laps
+        return self._metrics(plan.rollout, reports, metrics) | _counts(batches) | clock.laps
 
     def _plan(self, step: int) -> StepPlan:
         """Rank 0's half of a step: groups with rewards and advantages, and what every update will see."""
@@ -196,7 +196,14 @@ class RlTrainer:
             self.alarm.see(numbers["rollout/reward"])
         for name in reports[0].metrics if reports else ():
             numbers[name] = sum(report.metrics[name] for report in reports) / len(reports)
-        return numbers | {"train/num_updates": float(len(reports))}
+        return numbers
+
+
+def _counts(batches: Sequence[TrainBatch]) -> dict[str, float]:
+    return {
+        "train/num_updates": float(len(batches)),
+        "train/num_dummy_micro_batches": float(sum(batch.num_dummy_micro_batches for batch in batches)),
+    }
 
 
 class _Clock:

@@ -15,15 +15,18 @@ from megatron_klear.checkpoint.hf import HfExport, HfWriter, export_folder, open
 from megatron_klear.checkpoint.retention import Retention
 from megatron_klear.checkpoint.store import CheckpointStore, Saved
 from megatron_klear.config.load import dump_recipe
-from megatron_klear.config.model import Qwen3Shape, read_shape
+from megatron_klear.config.model import Qwen3Shape, model_shape
 from megatron_klear.config.recipe import CheckpointConfig, Recipe, RewardConfig, RlRecipe, SftRecipe
+from megatron_klear.data.balance import TokenCost
 from megatron_klear.data.packing import PackSpec, flatten, unflatten
 from megatron_klear.data.template import ChatTokenizer, load_tokenizer
 from megatron_klear.models.build import DTYPES, ModelStage
 from megatron_klear.models.hf_bridge import import_weights
+from megatron_klear.models.qwen3.backend import attention_kernel
 from megatron_klear.models.qwen3.hf_map import qwen3_table
 from megatron_klear.models.random_init import random_source
 from megatron_klear.parallel.broadcast import broadcast_number, main_first, scatter_to_replicas
+from megatron_klear.parallel.context import split_batch
 from megatron_klear.parallel.rng import seed_rank
 from megatron_klear.parallel.topology import ParallelContext, parallel_context
 from megatron_klear.protocols import RewardFn
@@ -123,7 +126,7 @@ class Run:
             flat = None if updates is None else [flatten(batch) for batch in updates[i]]
             ints = scatter_to_replicas(None if flat is None else [f[0] for f in flat], torch.int64, self.context)
             floats = scatter_to_replicas(None if flat is None else [f[1] for f in flat], torch.float32, self.context)
-            batches.append(unflatten(ints, floats))
+            batches.append(split_batch(unflatten(ints, floats), self.context))
         return batches
 
 
@@ -135,7 +138,7 @@ def open_run(
     head: HeadSettings = HeadSettings(),  # noqa: B008  frozen
 ) -> Iterator[Run]:
     """Everything a loop needs, on every rank. Goes on from a checkpoint where the recipe says so."""
-    shape = read_shape(recipe.model.hf_checkpoint)
+    shape = model_shape(recipe.model)
     with contextlib.ExitStack() as stack:
         stop = stack.enter_context(StopSignals())
         context = stack.enter_context(parallel_context(recipe.parallel))
@@ -143,7 +146,11 @@ def open_run(
         store = CheckpointStore(save_folder(recipe), context, _retention(recipe.checkpoint))
         saved = _find_start(recipe, store, stack)
         settings = LearnerSettings(
-            recipe.parallel, recipe.optimizer, recipe.model.params_dtype, decay_iters=decay_iters
+            recipe.parallel,
+            recipe.optimizer,
+            recipe.model.params_dtype,
+            decay_iters=decay_iters,
+            moe_aux_loss_coeff=recipe.model.moe_aux_loss_coeff,
         )
         policy = build_policy(
             shape, _filler(recipe, shape, context, resumes=saved is not None), context, settings, head
@@ -155,6 +162,7 @@ def open_run(
         with main_first():
             if context.is_main:
                 main = _open_main_side(recipe, shape, checkpoints, stack)
+                tqdm.write(str(attention_kernel(DTYPES[recipe.model.params_dtype])))
         guard = NonFiniteGuard(recipe.health, Path(recipe.run.output_dir) / "nonfinite")
         checkpoints.add_state("guard", guard)
         if saved is not None and not store.restore_rng(saved) and context.is_main:
@@ -197,10 +205,10 @@ def _filler(
     def fill(stage: ModelStage) -> None:
         if resumes:
             # The checkpoint overwrites them; zeros until then, so that nothing uninitialised is ever stepped on.
-            for parameter in stage.core.parameters():
+            for parameter in stage.parameters():
                 parameter.zero_()
         elif model.load is not None:
-            CheckpointStore(model.load, context).load_weights(stage)
+            CheckpointStore(model.load, context).load_weights(stage, any_rope=True)
         elif model.random_init:
             source = random_source(table, seed=recipe.run.seed, std=shape.initializer_range)
             import_weights(stage, table, source)
@@ -249,9 +257,19 @@ def _resume_step(recipe: Recipe, saved: Saved | None) -> int | None:
 
 def pack_spec(run: Run) -> PackSpec:
     """How this run's updates are split."""
-    parallel = run.recipe.parallel
-    multiple = parallel.tensor_model_parallel_size if parallel.sequence_parallel else 1
-    return PackSpec(run.context.topology.data_size, run.recipe.batch.max_tokens_per_gpu, multiple)
+    parallel, pipeline = run.recipe.parallel, run.recipe.parallel.pipeline_model_parallel_size
+    gathers_experts = parallel.expert_model_parallel_size > 1 and parallel.moe_token_dispatcher_type == "allgather"
+    return PackSpec(
+        run.context.topology.data_size,
+        run.recipe.batch.max_tokens_per_gpu,
+        multiple_of=parallel.tensor_model_parallel_size if parallel.sequence_parallel else 1,
+        context_parallel_size=parallel.context_parallel_size,
+        # The interleaved schedule sends micro-batches through in groups of the pipeline's size.
+        num_micro_batches_multiple=pipeline if (parallel.virtual_pipeline_model_parallel_size or 1) > 1 else 1,
+        # The balance loss is a plain mean over micro-batches.
+        common_length=pipeline > 1 or gathers_experts or run.recipe.model.moe_aux_loss_coeff > 0,
+        cost=TokenCost.of(run.shape),
+    )
 
 
 def loop(run: Run, total: int, do_step: Callable[[int], dict[str, float]], *, keys: Sequence[str]) -> None:

@@ -32,7 +32,10 @@ def train(recipe: SftRecipe) -> None:
             (batch,) = run.distribute(updates)
             report = run.policy.update(batch, loss).report
             run.guard.check(number, report, run.policy, batch)
-            return report.metrics | {"train/num_tokens": float(batch.num_loss_tokens)}
+            return report.metrics | {
+                "train/num_tokens": float(batch.num_loss_tokens),
+                "train/num_dummy_micro_batches": float(batch.num_dummy_micro_batches),
+            }
 
         loop(run, recipe.train_iters, step, keys=LINE)
 

@@ -10,6 +10,7 @@ import pytest
 
 from architecture.import_rules import ROWS
 from architecture.source_tree import ROOT, project_files
+from helpers.plans import write_recipe
 from megatron_klear.checkpoint.folder import write_tracker
 
 REPORT = "import sys; heavy = [name for name in ('torch', 'megatron') if name in sys.modules]; print('LOADED', heavy)"
@@ -35,7 +36,9 @@ def loaded_by_command(*arguments: str, exit_codes: tuple[int, ...] = (0,)) -> st
     return loaded_by(RUN_COMMAND.format(arguments=arguments, exit_codes=exit_codes))
 
 
-@pytest.mark.parametrize("command", ["--help", "--version", "check --help", "report --help", "checkpoint --help"])
+@pytest.mark.parametrize(
+    "command", ["--help", "--version", "check --help", "plan --help", "report --help", "checkpoint --help"]
+)
 def test_a_command_does_not_load_torch(command: str) -> None:
     assert loaded_by_command(*command.split()) == "LOADED []"
 
@@ -47,6 +50,11 @@ def test_checking_a_recipe_does_not_load_torch(tmp_path: Path) -> None:
     for recipe in (*recipes, broken):
         # 1 and 2: a recipe whose model folder has not been made yet is refused, which must not take torch either.
         assert loaded_by_command("check", str(recipe), exit_codes=(0, 1, 2)) == "LOADED []"
+
+
+def test_planning_a_recipe_does_not_load_torch(tmp_path: Path) -> None:
+    words = ("--gpus", "64", "--gpu", "h800", "--search")
+    assert loaded_by_command("plan", str(write_recipe(tmp_path)), *words, exit_codes=(0, 1)) == "LOADED []"
 
 
 def test_looking_at_checkpoints_does_not_load_torch(tmp_path: Path) -> None:

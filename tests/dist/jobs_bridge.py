@@ -11,6 +11,7 @@ import torch
 
 from dist.world import Arrays, Layout, exported, gppo, ragged_samples, to_array, world
 from helpers.tiny_qwen3 import tiny_shape
+from megatron_klear.config.model import Qwen3Shape
 from megatron_klear.config.recipe import OptimizerConfig
 from megatron_klear.models.build import ModelStage
 from megatron_klear.models.hf_bridge import import_weights
@@ -28,10 +29,16 @@ class Bridged:
 
 
 def through(
-    rank: int, world_size: int, layout: Layout, tied: bool, dtype: str, tensors: Arrays, rows: list[list[int]]
+    rank: int,
+    world_size: int,
+    layout: Layout,
+    shape: Qwen3Shape | bool,
+    dtype: str,
+    tensors: Arrays,
+    rows: list[list[int]],
 ) -> tuple[Bridged, Bridged] | None:
-    """Import `tensors`; logits and export before and after one update."""
-    shape = tiny_shape(tied)
+    """Import `tensors`; logits and export before and after one update. A dense shape is named by whether it is tied."""
+    shape = tiny_shape(shape) if isinstance(shape, bool) else shape
 
     def fill(stage: ModelStage) -> None:
         import_weights(stage, qwen3_table(shape), lambda name: torch.from_numpy(tensors[name]))

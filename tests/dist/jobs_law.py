@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import torch
+import megatron_klear.models.qwen3.attention as attention_module
 from torch import Tensor
 
 from dist.law_mutants import MUTANTS
@@ -46,6 +47,7 @@ STILL = OptimizerConfig(lr=0.0, clip_grad=0.0)
 MOVING = OptimizerConfig(lr=1e-2, adam_eps=1e-2, weight_decay=0.1, clip_grad=0.5)
 NUM_UPDATES = 2
 CRITIC = "critic"
+DENSE = attention_module.MAX_DENSE_LENGTH, attention_module.BLOCK_ROWS
 VOCAB_SIZE = 61
 FamilyConfig = (
     PpoLossConfig
@@ -112,11 +114,20 @@ class Variant:
     moves: bool = False
     """Also make some updates with the sharded optimizer."""
     mutant: str = ""
+    kv_heads: int = 8
+    long: bool = False
+    """Through the attention path of long sequences."""
 
     @property
-    def learnt(self) -> tuple[str, bool]:
+    def learnt(self) -> tuple[str, bool, int]:
         """What the right answer depends on."""
-        return self.case, self.tied
+        return self.case, self.tied, self.kv_heads
+
+    @property
+    def shape(self) -> Qwen3Shape:
+        """Eight layers and eight heads, so that each parallel dimension can be 8."""
+        sizes = {"num_hidden_layers": 8, "num_attention_heads": 8, "num_key_value_heads": self.kv_heads, "head_dim": 8}
+        return tiny_shape(self.tied, VOCAB_SIZE).model_copy(update=sizes)
 
 
 @dataclass(frozen=True)
@@ -133,12 +144,6 @@ class Measured:
     """Gradient of this rank's shard of the tied embedding, on first and last stage."""
     moved: Arrays
     """Weights after some updates with the sharded optimizer, less those at the start."""
-
-
-def law_shape(tied: bool) -> Qwen3Shape:
-    """Eight layers and eight heads, so that each parallel dimension can be 8."""
-    sizes = {"num_hidden_layers": 8, "num_attention_heads": 8, "num_key_value_heads": 8, "head_dim": 8}
-    return tiny_shape(tied, VOCAB_SIZE).model_copy(update=sizes)
 
 
 def law_samples() -> list[Sample]:
@@ -166,21 +171,25 @@ def noise(micro_batch: MicroBatch, seed: int, scale: float) -> Tensor:
 
 def measure(rank: int, world_size: int, layout: Layout, variants: list[Variant]) -> list[Measured]:
     with world(layout) as here:
-        trainables: dict[bool, Trainable] = {}
-        return [
-            _measure_critic(here, variant) if variant.case == CRITIC else _measure(here, variant, trainables)
-            for variant in variants
-        ]
+        trainables: dict[Qwen3Shape, Trainable] = {}
+        measured = []
+        for variant in variants:
+            # Blocks smaller than the sequences, so that there are several.
+            attention_module.MAX_DENSE_LENGTH, attention_module.BLOCK_ROWS = (8, 4) if variant.long else DENSE
+            measured.append(
+                _measure_critic(here, variant) if variant.case == CRITIC else _measure(here, variant, trainables)
+            )
+        return measured
 
 
-def _measure(here: World, variant: Variant, trainables: dict[bool, Trainable]) -> Measured:
+def _measure(here: World, variant: Variant, trainables: dict[Qwen3Shape, Trainable]) -> Measured:
     """Updates with learning rate 0 leave the weights, so variants share a trainable."""
-    case, shape, samples = CASES[variant.case], law_shape(variant.tied), law_samples()
+    case, shape, samples = CASES[variant.case], variant.shape, law_samples()
     settings = here.settings(STILL, sharded_optimizer=False)
-    if variant.tied not in trainables:
-        trainables[variant.tied] = build_trainable(shape, random_fill(shape), here.context, settings)
+    if shape not in trainables:
+        trainables[shape] = build_trainable(shape, random_fill(shape), here.context, settings)
     head = HeadSettings(TEMPERATURE, entropy_gradient=case.loss.entropy_coef > 0)
-    policy = Policy(trainables[variant.tied], here.context, settings, head=head)
+    policy = Policy(trainables[shape], here.context, settings, head=head)
     batch = _batch(here, variant, samples)
     _annotate(policy, batch, case)
     loss = MUTANTS[variant.mutant](policy, build_loss(case.loss, case.kl))
@@ -219,13 +228,14 @@ def _tied_copy(policy: Policy) -> np.ndarray | None:
     at_an_end = topology.is_first_stage or topology.is_last_stage
     if not (policy.stage.shape.tie_word_embeddings and at_an_end):
         return None
-    weight = policy.stage.core.shared_embedding_or_output_weight()
+    at_this_end = policy.stage.chunks[0 if topology.is_first_stage else -1]
+    weight = at_this_end.core.shared_embedding_or_output_weight()
     return to_array(weight.main_grad)  # type: ignore[attr-defined]
 
 
 def _moved(here: World, variant: Variant, batch: TrainBatch) -> Arrays:
     case = CASES[variant.case]
-    policy = here.policy(law_shape(variant.tied), optimizer=MOVING)
+    policy = here.policy(variant.shape, optimizer=MOVING)
     before, loss = exported(policy), build_loss(case.loss.model_copy(update={"entropy_coef": 0.0}), case.kl)
     for _ in range(NUM_UPDATES):
         policy.update(batch, loss)
@@ -234,7 +244,7 @@ def _moved(here: World, variant: Variant, batch: TrainBatch) -> Arrays:
 
 def _measure_critic(here: World, variant: Variant) -> Measured:
     """The value loss, with a head that is not zero: the trunk would get no gradient through one that is."""
-    shape, samples = critic_shape(law_shape(variant.tied)), law_samples()
+    shape, samples = critic_shape(variant.shape), law_samples()
 
     def fill(stage: ModelStage) -> None:
         random_fill(shape)(stage)
@@ -266,7 +276,7 @@ def _critic_gradients(critic: Critic) -> Arrays:
     """Full gradients of trunk and value head on rank 0."""
     core = critic.stage.core
     assert isinstance(core, ValueGPTModel)
-    parameters = list(core.parameters())
+    parameters = critic.stage.parameters()
     own = core.value_head.weight.main_grad if critic.context.topology.is_last_stage else None  # type: ignore
     head = from_last_stage(own, (1, critic.stage.shape.hidden_size), critic.context)
     with torch.no_grad():

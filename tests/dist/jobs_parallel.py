@@ -14,6 +14,7 @@ from megatron_klear.parallel.broadcast import (
     gather_shards,
     reduce_metrics,
     scatter_to_replicas,
+    sum_over_ranks,
 )
 from megatron_klear.types import Topology
 
@@ -33,14 +34,11 @@ def scatter(
         return here.context.topology.data_rank, got.tolist(), str(got.dtype)
 
 
-def gather(rank: int, world_size: int, layout: Layout, stage: int) -> list[list[float]] | None:
-    """Every rank of the stage holds its own number."""
-    with world(layout) as here:
-        topology = here.context.topology
-        if topology.data_rank != 0:
-            return None
-        shard = torch.full((2,), float(rank)) if topology.pipeline_rank == stage else None
-        shards = gather_shards(shard, stage=stage, like=torch.zeros(2), context=here.context)
+def gather(rank: int, world_size: int, layout: Layout, sources: list[int]) -> list[list[float]] | None:
+    """Every source holds its own number."""
+    with world(layout):
+        shard = torch.full((2,), float(rank)) if rank in sources else None
+        shards = gather_shards(shard, sources=sources, like=torch.zeros(2))
         return None if shards is None else [shard.tolist() for shard in shards]
 
 
@@ -53,6 +51,15 @@ def columns(rank: int, world_size: int, layout: Layout) -> list[list[float]]:
 def number(rank: int, world_size: int, layout: Layout) -> float:
     with world(layout) as here:
         return broadcast_number(rank + 0.1, here.context)
+
+
+def summed(rank: int, world_size: int, layout: Layout) -> tuple[float, float]:
+    """A number and a tensor; both must stay as they are."""
+    with world(layout) as here:
+        tensor = torch.tensor(0.5 * rank, dtype=torch.float64)
+        total = sum_over_ranks(tensor, here.context)
+        assert tensor.item() == 0.5 * rank
+        return sum_over_ranks(rank + 1, here.context), total
 
 
 def last_stage(rank: int, world_size: int, layout: Layout) -> list[list[float]]:

@@ -96,7 +96,7 @@ def _poison(here: World, policy: Policy, batch: TrainBatch, poison: str) -> Call
     """Break one number; gives a function that repairs it."""
     topology = here.context.topology
     if poison == "weight":
-        parameters = dict(policy.stage.core.named_parameters())
+        parameters = dict(policy.stage.named_parameters())
         holder = parameters["decoder.layers.0.mlp.linear_fc2.weight"] if topology.is_first_stage else None
     else:
         # Of one replica alone: the others must skip with it.

@@ -7,12 +7,16 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from megatron.core.distributed import DistributedDataParallel
 from torch import Tensor
 
 import megatron_klear.models.build as build_module
+import megatron_klear.models.qwen3.attention as attention_module
+import megatron_klear.parallel.context as context_module
 import megatron_klear.training.head as head_module
 import megatron_klear.training.learner as learner_module
 from megatron_klear.metrics import results
+from megatron_klear.parallel.context import GatherRows, SumOverRanks
 from megatron_klear.protocols import PolicyLoss
 from megatron_klear.training.learner import Learner
 from megatron_klear.types import LossOutput, MicroBatch, TokenStats
@@ -56,7 +60,8 @@ def _two_tuple(learner: Learner, loss: PolicyLoss) -> PolicyLoss:
 
 def _replicas_apart(learner: Learner, loss: PolicyLoss) -> PolicyLoss:
     """Gradients that are not summed over the replicas."""
-    _put(learner.ddp, "finish_grad_sync", lambda *args, **kwargs: None)
+    for ddp in learner.ddps:
+        _put(ddp, "finish_grad_sync", lambda *args, **kwargs: None)
     return loss
 
 
@@ -68,7 +73,7 @@ def _metrics_apart(learner: Learner, loss: PolicyLoss) -> PolicyLoss:
 
 def _unmarked_norms(learner: Learner, loss: PolicyLoss) -> PolicyLoss:
     """Norm weights whose gradient is not summed over the ranks of sequence parallelism."""
-    for name, parameter in learner.stage.core.named_parameters():
+    for name, parameter in learner.stage.named_parameters():
         if "layernorm" in name:
             _put(parameter, "sequence_parallel", False)
     return loss
@@ -76,7 +81,7 @@ def _unmarked_norms(learner: Learner, loss: PolicyLoss) -> PolicyLoss:
 
 def _unmarked_shards(learner: Learner, loss: PolicyLoss) -> PolicyLoss:
     """Sharded weights that pass for replicated ones."""
-    for parameter in learner.stage.core.parameters():
+    for parameter in learner.stage.parameters():
         _put(parameter, "tensor_model_parallel", False)
     return loss
 
@@ -131,6 +136,57 @@ def _sequences_counted_locally(learner: Learner, loss: PolicyLoss) -> PolicyLoss
     return wrong
 
 
+def _keys_by_rank(learner: Learner, loss: PolicyLoss) -> PolicyLoss:
+    """Gathered keys and values taken for those of the packed micro-batch, in its order."""
+    _put(attention_module, "gather_order", lambda cu_seqlens, size: torch.arange(int(cu_seqlens[-1])))
+    return loss
+
+
+class _OwnGradientOnly(GatherRows):
+    """Each rank keeps what its own queries say of its keys."""
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return grads[0].chunk(ctx.group.size())[ctx.group.rank()], None
+
+
+def _keys_gradient_alone(learner: Learner, loss: PolicyLoss) -> PolicyLoss:
+    _put(attention_module, "GatherRows", _OwnGradientOnly)
+    return loss
+
+
+class _NoSum(SumOverRanks):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Any) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return grads[0], None
+
+
+def _own_totals(learner: Learner, loss: PolicyLoss) -> PolicyLoss:
+    """The mean over a sequence taken over the positions of this rank."""
+    _put(context_module, "SumOverRanks", _NoSum)
+    return loss
+
+
+def _weights_apart(learner: Learner, loss: PolicyLoss) -> PolicyLoss:
+    """No gathering of weights where there is one replica, although its context ranks share the optimizer."""
+
+    def start_param_sync(ddp: Any, *args: Any, **kwargs: Any) -> None:
+        if ddp.dp_group.size() > 1:
+            DistributedDataParallel.start_param_sync(ddp, *args, **kwargs)
+
+    _put(type(learner.ddps[0]), "start_param_sync", start_param_sync)
+    return loss
+
+
+def _batched_messages(learner: Learner, loss: PolicyLoss) -> PolicyLoss:
+    learner.stage.core.config.batch_p2p_comm = True
+    return loss
+
+
 MUTANTS: dict[str, Mutant] = {
     "": _right,
     "loss times the data-parallel size": _times_data_size,
@@ -144,4 +200,9 @@ MUTANTS: dict[str, Mutant] = {
     "values summed over tensor ranks": _values_summed,
     "SFT tokens counted locally": _local_sft_count,
     "sequences counted locally": _sequences_counted_locally,
+    "keys in the order of ranks": _keys_by_rank,
+    "keys' gradient not summed over context ranks": _keys_gradient_alone,
+    "sequence totals of own positions": _own_totals,
+    "weights not gathered over context ranks": _weights_apart,
+    "batched messages between virtual stages": _batched_messages,
 }

@@ -245,7 +245,16 @@ def test_a_damaged_file_is_named(pool: Pool, layout: Layout, damage: Callable[[P
 
 
 FOUR = tiny_shape(False).model_copy(update={"num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 4})
-OTHERS = [ONE, Layout(pp=4), Layout(dp=2), Layout(tp=4), Layout(tp=2, pp=2, sp=True)]
+OTHERS = [
+    ONE,
+    Layout(pp=4),
+    Layout(dp=2),
+    Layout(tp=4),
+    Layout(tp=2, pp=2, sp=True),
+    Layout(cp=2),
+    Layout(pp=2, vpp=2),
+    Layout(pp=2, ends=(1, 3)),
+]
 
 
 def assert_same_tensors(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> None:

@@ -10,7 +10,7 @@ from dist.jobs_law import law_samples
 from dist.pool import Pool
 from dist.world import ONE, Layout
 
-LAYOUTS = [ONE, Layout(dp=2), Layout(pp=2), Layout(tp=2, pp=2, dp=2)]
+LAYOUTS = [ONE, Layout(dp=2), Layout(pp=2), Layout(cp=2), Layout(pp=2, cp=2, dp=2)]
 WHOLE, SMALL = 400, 48
 
 

@@ -16,7 +16,8 @@ from dist.world import Arrays, Layout
 from helpers.tiny_qwen3 import hf_model, random_tensors, tiny_shape
 from megatron_klear.config.model import Qwen3Shape
 
-LAYOUTS = [Layout(), Layout(tp=2), Layout(pp=2), Layout(tp=2, pp=2), Layout(tp=2, pp=2, sp=True)]
+# tp4 has more ranks than KV heads.
+LAYOUTS = [Layout(), Layout(tp=2), Layout(tp=4), Layout(pp=2), Layout(tp=2, pp=2), Layout(tp=2, pp=2, sp=True)]
 ROWS = [[5, 60, 3, 0, 17, 42, 9], [1], [33, 2, 2, 58]]
 
 
@@ -124,8 +125,8 @@ def test_the_command_refuses_words_that_make_no_sense(pool: Pool, folder: Path) 
 
 def test_a_layout_the_model_does_not_fit_is_refused_before_it_is_built(pool: Pool, folder: Path) -> None:
     for layout, reason in (
-        (Layout(tp=4), "num_key_value_heads 2"),
-        (Layout(pp=4), "num_hidden_layers 2"),
+        (Layout(tp=3), "num_key_value_heads 2"),
+        (Layout(pp=4), "2 layers for 4 stages"),
     ):
         for code, _ in convert(pool, layout, "import", "--hf", folder, "--megatron", "m"):
             assert str(code).startswith("ConfigError") and reason in str(code)

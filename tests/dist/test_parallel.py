@@ -46,16 +46,10 @@ def test_scatter_keeps_large_integers(pool: Pool) -> None:
     assert [row for _, row, _ in ranks] == rows
 
 
-@pytest.mark.parametrize(("stage", "shards"), [(0, [0.0, 1.0]), (1, [2.0, 3.0])])
-def test_gather_brings_the_shards_of_a_stage_to_rank_0(pool: Pool, stage: int, shards: list[float]) -> None:
-    ranks = pool.run(4, "dist.jobs_parallel:gather", PIPELINE, stage)
-    assert ranks == [[[value, value] for value in shards], None, None, None]
-
-
-def test_gather_takes_the_first_replica(pool: Pool) -> None:
-    # Ranks 0 and 2 hold the stages of replica 0.
-    ranks = pool.run(4, "dist.jobs_parallel:gather", Layout(pp=2, dp=2), 1)
-    assert ranks == [[[2.0, 2.0]], None, None, None]
+@pytest.mark.parametrize("sources", [[0, 1], [2, 3], [3, 1], [3, 0], [2]], ids=str)
+def test_gather_brings_the_shards_of_its_sources_to_rank_0_in_their_order(pool: Pool, sources: list[int]) -> None:
+    ranks = pool.run(4, "dist.jobs_parallel:gather", PIPELINE, sources)
+    assert ranks == [[[float(source)] * 2 for source in sources], None, None, None]
 
 
 def test_columns_come_in_rank_order(pool: Pool) -> None:
@@ -64,6 +58,10 @@ def test_columns_come_in_rank_order(pool: Pool) -> None:
 
 def test_a_number_is_rank_0s_on_every_rank_and_exact(pool: Pool) -> None:
     assert pool.run(4, "dist.jobs_parallel:number", PIPELINE) == [0.1] * 4
+
+
+def test_a_sum_is_over_every_rank_and_known_on_all(pool: Pool) -> None:
+    assert pool.run(4, "dist.jobs_parallel:summed", PIPELINE) == [(10.0, 3.0)] * 4
 
 
 def test_every_stage_gets_the_tensor_of_the_last_of_its_own_pipeline(pool: Pool) -> None:
@@ -83,8 +81,8 @@ def test_metrics_are_reduced_over_replicas_and_known_everywhere(pool: Pool, layo
 def test_ranks_that_do_not_fit_the_layout_are_refused(pool: Pool) -> None:
     for text in pool.run(3, "dist.jobs_parallel:wrong_world", Layout(tp=2)):
         assert text == (
-            "3 ranks were started, but tensor_model_parallel_size 2 x pipeline_model_parallel_size 1 = 2 does not"
-            " divide that; start a multiple of 2 ranks or change parallel.*"
+            "3 ranks were started, but tensor_model_parallel_size 2 x pipeline_model_parallel_size 1 x"
+            " context_parallel_size 1 = 2 does not divide that; start a multiple of 2 ranks or change parallel.*"
         )
 
 

@@ -78,9 +78,10 @@ def test_the_guard_names_the_bad_weight_keeps_the_batch_and_gives_up(pool: Pool,
     assert one.error.startswith("step 2: loss nan, gradient norm nan; update skipped.")
     assert one.error.endswith("That were 2 in a row, more than health.max_nonfinite_steps = 1")
     assert one.dumps == ["step_1_rank_0.pt", "step_2_rank_0.pt"]
-    ((first, *_),) = pool.run(1, "dist.jobs_policy:load_dump", str(path))
-    (length,) = first["token_ids"]
-    assert first["advantages"] == first["old_logprobs"] == (length,) and first["max_seqlen"] == 42
+    (dumped,) = pool.run(1, "dist.jobs_policy:load_dump", str(path))
+    (length,) = dumped[0]["token_ids"]
+    assert dumped[0]["advantages"] == dumped[0]["old_logprobs"] == (length,)
+    assert max(micro_batch["max_seqlen"] for micro_batch in dumped) == 42
 
 
 def test_ranks_that_hold_no_bad_weight_say_so_or_name_a_gradient(pool: Pool, tmp_path: Path) -> None:

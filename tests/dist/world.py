@@ -7,6 +7,7 @@ import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -22,6 +23,7 @@ from megatron_klear.losses.registry import build_loss
 from megatron_klear.models.build import ModelStage
 from megatron_klear.models.hf_bridge import import_weights
 from megatron_klear.models.qwen3.hf_map import qwen3_table
+from megatron_klear.parallel.context import split_batch, whole_rows
 from megatron_klear.parallel.topology import ParallelContext, parallel_context
 from megatron_klear.protocols import PolicyLoss
 from megatron_klear.training.learner import Learner, LearnerSettings
@@ -39,22 +41,57 @@ class Layout:
     pp: int = 1
     dp: int = 1
     sp: bool = False
+    cp: int = 1
+    vpp: int = 1
+    ends: tuple[int, int] | None = None
+    """Layers of the first and of the last stage, where stages are uneven."""
+    ep: int = 1
+    """Taken from tp x cp x dp: it needs no ranks of its own."""
+    dispatcher: Literal["allgather", "alltoall"] = "alltoall"
+    recompute: str = ""
+    """Such as `full`, `full uniform 2`, `full block 1`, `selective core_attn`, `selective core_attn mlp`."""
 
     def __str__(self) -> str:
-        return f"tp{self.tp}pp{self.pp}dp{self.dp}{'sp' if self.sp else ''}"
+        parts = f"tp{self.tp}pp{self.pp}cp{self.cp}dp{self.dp}" if self.cp > 1 else f"tp{self.tp}pp{self.pp}dp{self.dp}"
+        uneven = "" if self.ends is None else f" {self.ends[0]}..{self.ends[1]}"
+        experts = f"ep{self.ep}{self.dispatcher}" if self.ep > 1 else ""
+        again = f" {self.recompute}" if self.recompute else ""
+        virtual = f"vpp{self.vpp}" if self.vpp > 1 else ""
+        return f"{parts}{'sp' if self.sp else ''}{virtual}{experts}{uneven}{again}"
 
     @property
     def world_size(self) -> int:
-        return self.tp * self.pp * self.dp
+        return self.tp * self.pp * self.dp * self.cp
 
     def config(self, *, sharded_optimizer: bool) -> ParallelConfig:
         return ParallelConfig(
             tensor_model_parallel_size=self.tp,
             pipeline_model_parallel_size=self.pp,
+            virtual_pipeline_model_parallel_size=self.vpp if self.vpp > 1 else None,
+            num_layers_in_first_pipeline_stage=self.ends[0] if self.ends else None,
+            num_layers_in_last_pipeline_stage=self.ends[1] if self.ends else None,
+            context_parallel_size=self.cp,
             sequence_parallel=self.sp,
+            expert_model_parallel_size=self.ep,
+            moe_token_dispatcher_type=self.dispatcher,
+            **_recompute(self.recompute),
             use_distributed_optimizer=sharded_optimizer,
             distributed_timeout_minutes=1,
         )
+
+
+def _recompute(text: str) -> dict[str, Any]:
+    match text.split():
+        case []:
+            return {}
+        case ["full"]:
+            return {"recompute_granularity": "full"}
+        case ["full", method, layers]:
+            return {"recompute_granularity": "full", "recompute_method": method, "recompute_num_layers": int(layers)}
+        case ["selective", *modules]:
+            return {"recompute_granularity": "selective", "recompute_modules": tuple(modules)}
+        case _:
+            raise ValueError(f"no such recompute: {text}")
 
 
 ONE = Layout()
@@ -96,9 +133,15 @@ class World:
         aggregation: Aggregation = Aggregation(),  # noqa: B008  frozen
     ) -> TrainBatch:
         """This rank's part; old log-probs are the samples' rollout log-probs, so that ratios differ from 1."""
-        spec = PackSpec(self.layout.dp, max_tokens, self.layout.tp if self.layout.sp else 1)
+        spec = PackSpec(
+            self.layout.dp,
+            max_tokens,
+            self.layout.tp if self.layout.sp else 1,
+            context_parallel_size=self.layout.cp,
+            num_micro_batches_multiple=self.layout.pp if self.layout.vpp > 1 else 1,
+        )
         batches = pack(samples, spec, sft_loss_coef=sft_loss_coef, aggregation=aggregation)
-        batch = batches[self.context.topology.data_rank]
+        batch = split_batch(batches[self.context.topology.data_rank], self.context)
         for micro_batch in batch.micro_batches:
             micro_batch.old_logprobs = micro_batch.rollout_logprobs
         return batch
@@ -153,7 +196,7 @@ def to_array(tensor: Tensor) -> np.ndarray:
 
 def gradients(policy: Policy) -> Arrays:
     """Full gradients under Hugging Face names on rank 0. Needs an unsharded optimizer."""
-    parameters = list(policy.stage.core.parameters())
+    parameters = policy.stage.parameters()
     kept = [parameter.detach().clone() for parameter in parameters]
     with torch.no_grad():
         for parameter in parameters:
@@ -176,8 +219,10 @@ def rows_by_sample(
         return {}
     found = {}
     for micro_batch, row in zip(batch.micro_batches, rows, strict=True):
-        starts = itertools.pairwise(micro_batch.cu_seqlens.tolist())
-        for index, (begin, end) in zip(micro_batch.sample_index.tolist(), starts, strict=True):
+        whole = whole_rows(row, micro_batch, context)
+        starts = micro_batch.cu_seqlens.tolist()[:-1]
+        for index, begin in zip(micro_batch.sample_index.tolist(), starts, strict=True):
             if index >= 0:
-                found[samples[index].sample_id] = to_array(row[begin:end])
+                length = len(samples[index].token_ids)
+                found[samples[index].sample_id] = to_array(whole[begin : begin + length])
     return found

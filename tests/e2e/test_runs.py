@@ -93,6 +93,7 @@ def test_a_run_repeats_itself(rl: Bench) -> None:
     assert_equal(rl.exported("rl_again"), rl.exported("rl"))
 
 
+PP2 = {"parallel.pipeline_model_parallel_size": 2}
 TP2PP2 = {"parallel.tensor_model_parallel_size": 2, "parallel.pipeline_model_parallel_size": 2}
 
 
@@ -206,6 +207,9 @@ def test_a_converted_model_is_no_run_to_go_on_with(rl: Bench, tmp_path: Path) ->
         ("rl_tp2pp2", 4, {"parallel.tensor_model_parallel_size": 2, "parallel.pipeline_model_parallel_size": 2}),
         ("rl_tp2sp", 2, {"parallel.tensor_model_parallel_size": 2, "parallel.sequence_parallel": True}),
         ("rl_dp2", 2, {}),
+        ("rl_cp2", 2, {"parallel.context_parallel_size": 2}),
+        ("rl_pp2vpp2", 2, PP2 | {"parallel.virtual_pipeline_model_parallel_size": 2}),
+        ("rl_pp2_uneven", 2, PP2 | {"parallel.num_layers_in_first_pipeline_stage": 1}),
     ],
 )
 def test_rl_trains_the_same_on_every_layout(rl: Bench, name: str, world_size: int, changes: dict[str, object]) -> None:
@@ -296,10 +300,10 @@ def test_torchrun_starts_the_same_command(rl: Bench) -> None:
 
 def test_a_layout_that_the_model_does_not_fit_is_refused_before_it_starts(bench: Bench) -> None:
     recipe = bench.recipe("sft", "bad_layout")
-    text = bench.refuse("sft", recipe, "parallel.tensor_model_parallel_size=4")
-    assert "is more than num_key_value_heads 2: a KV head is never split over ranks nor copied" in text
+    text = bench.refuse("sft", recipe, "parallel.tensor_model_parallel_size=3")
+    assert "neither divides num_key_value_heads 2 nor is a multiple of it" in text
     text = bench.refuse("sft", recipe, "--pipeline-model-parallel-size", 3)
-    assert "does not divide num_hidden_layers 4" in text
+    assert "4 layers for 3 stages of equal size does not work out" in text
 
 
 def test_every_rank_of_a_refused_run_says_why(bench: Bench, tmp_path: Path) -> None:

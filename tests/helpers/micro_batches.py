@@ -21,6 +21,7 @@ def micro_batch_of_lengths(lengths: Sequence[int], *, token_ids: Tensor | None =
         labels=torch.zeros(total, dtype=torch.int64),
         positions=torch.arange(total) - starts.repeat_interleave(sizes),
         cu_seqlens=torch.tensor([0, *sizes.cumsum(0).tolist()], dtype=torch.int32),
+        true_lengths=sizes.to(torch.int32),
         sequence_ids=torch.arange(len(lengths)).repeat_interleave(sizes),
         max_seqlen=max(lengths),
         token_scale=zeros,

@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
-from transformers import Qwen3Config, Qwen3ForCausalLM
+from transformers import (
+    PreTrainedModel,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
 
 from megatron_klear.config.model import Qwen3Shape
+from megatron_klear.config.rope import RopeConfig
 
 
 def tiny_shape(tied: bool, vocab_size: int = 61) -> Qwen3Shape:
@@ -21,10 +30,24 @@ def tiny_shape(tied: bool, vocab_size: int = 61) -> Qwen3Shape:
         num_key_value_heads=2,
         head_dim=12,
         rms_norm_eps=1e-6,
-        rope_theta=1000.0,
+        rope=RopeConfig(rope_theta=1000.0),
         max_position_embeddings=128,
         tie_word_embeddings=tied,
     )
+
+
+def tiny_moe_shape(**changes: object) -> Qwen3Shape:
+    """4 layers, of which the second is dense; 4 experts, of which each position takes 2."""
+    sizes: dict[str, object] = {
+        "model_type": "qwen3_moe",
+        "num_hidden_layers": 4,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 24,
+        "norm_topk_prob": True,
+        "mlp_only_layers": (1,),
+    }
+    return tiny_shape(False).model_copy(update=sizes | changes)
 
 
 def random_tensors(shape: Qwen3Shape, seed: int, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
@@ -43,9 +66,19 @@ def random_tensors(shape: Qwen3Shape, seed: int, dtype: torch.dtype = torch.floa
     return tensors
 
 
-def hf_config(shape: Qwen3Shape) -> Qwen3Config:
+def hf_config(shape: Qwen3Shape) -> Any:
     """transformers' configuration of the same shape; token ids have no special meaning."""
-    return Qwen3Config(
+    experts = {
+        "num_experts": shape.num_experts,
+        "num_experts_per_tok": shape.num_experts_per_tok,
+        "moe_intermediate_size": shape.moe_intermediate_size,
+        "norm_topk_prob": shape.norm_topk_prob,
+        "decoder_sparse_step": shape.decoder_sparse_step,
+        "mlp_only_layers": list(shape.mlp_only_layers),
+    }
+    make: Any = Qwen3MoeConfig if shape.is_moe else Qwen3Config
+    return make(
+        **(experts if shape.is_moe else {}),
         vocab_size=shape.vocab_size,
         hidden_size=shape.hidden_size,
         intermediate_size=shape.intermediate_size,
@@ -54,7 +87,7 @@ def hf_config(shape: Qwen3Shape) -> Qwen3Config:
         num_key_value_heads=shape.num_key_value_heads,
         head_dim=shape.head_dim,
         rms_norm_eps=shape.rms_norm_eps,
-        rope_parameters={"rope_type": "default", "rope_theta": shape.rope_theta},
+        rope_parameters=shape.rope.to_hf()["rope_parameters"],
         max_position_embeddings=shape.max_position_embeddings,
         tie_word_embeddings=shape.tie_word_embeddings,
         bos_token_id=None,
@@ -63,12 +96,38 @@ def hf_config(shape: Qwen3Shape) -> Qwen3Config:
     )
 
 
-def hf_model(shape: Qwen3Shape, tensors: dict[str, Tensor]) -> Qwen3ForCausalLM:
+def hf_model(shape: Qwen3Shape, tensors: dict[str, Tensor]) -> PreTrainedModel:
     """transformers' model holding `tensors`, in evaluation mode, of their dtype."""
-    model = Qwen3ForCausalLM(hf_config(shape))
+    make: Any = Qwen3MoeForCausalLM if shape.is_moe else Qwen3ForCausalLM
+    model = make(hf_config(shape))
     torch.nn.Module.to(model, tensors["model.norm.weight"].dtype)  # in place; transformers' own `to` has no usable type
     state = dict(tensors)
     if shape.tie_word_embeddings:
         state["lm_head.weight"] = state["model.embed_tokens.weight"]
+    for layer in (i for i, is_moe in enumerate(shape.moe_layers) if is_moe):
+        # In memory transformers stacks the experts; in files they have names of their own.
+        experts = f"model.layers.{layer}.mlp.experts"
+        gate, up, down = (
+            torch.stack([state.pop(f"{experts}.{i}.{name}_proj.weight") for i in range(shape.num_experts)])
+            for name in ("gate", "up", "down")
+        )
+        state |= {f"{experts}.gate_up_proj": torch.cat([gate, up], dim=1), f"{experts}.down_proj": down}
     model.load_state_dict(state, strict=True)
     return model.eval()
+
+
+def unstacked(shape: Qwen3Shape, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """What transformers holds in memory, under the names it has in files."""
+    named = {}
+    for name, tensor in tensors.items():
+        prefix, part, kind = name.partition(".experts.")
+        if not part:
+            named[name] = tensor
+            continue
+        for i in range(shape.num_experts):
+            if kind == "down_proj":
+                named[f"{prefix}.experts.{i}.down_proj.weight"] = tensor[i]
+            else:
+                gate_up = dict(zip(("gate_proj", "up_proj"), tensor[i].chunk(2), strict=True))
+                named |= {f"{prefix}.experts.{i}.{half}.weight": rows for half, rows in gate_up.items()}
+    return named

@@ -17,6 +17,43 @@ from torch import Tensor
 
 from megatron_klear.config.model import Qwen3Shape
 from megatron_klear.errors import WeightSyncError
+from megatron_klear.models.qwen3.rope import rope_table
+
+
+@dataclass(frozen=True, slots=True)
+class _Mlp:
+    """A dense MLP, or one expert. gate_up [2 F, hidden], down [hidden, F]."""
+
+    gate_up: Tensor
+    down: Tensor
+
+    def __call__(self, x: Tensor, scale: Tensor | None = None) -> Tensor:
+        """[..., hidden]; `scale` [..., 1] weighs the activations, as Megatron does it."""
+        gate, up = F.linear(x, self.gate_up).chunk(2, dim=-1)
+        inner = F.silu(gate).mul_(up)
+        return F.linear(inner if scale is None else (inner * scale).to(x.dtype), self.down)
+
+
+@dataclass(frozen=True, slots=True)
+class _Experts:
+    """MLPs of which each position takes a few. Routing is models/qwen3/moe.py's, in float32."""
+
+    router: Tensor
+    experts: list[_Mlp]
+    num_per_token: int
+    normalize: bool
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """[..., hidden]."""
+        rows = x.reshape(-1, x.size(-1))
+        probs, chosen = F.linear(rows.float(), self.router.float()).softmax(-1).topk(self.num_per_token)
+        if self.normalize:
+            probs = probs / probs.sum(-1, keepdim=True)
+        out = torch.zeros_like(rows)
+        for number in chosen.unique().tolist():
+            at, place = torch.where(chosen == number)
+            out.index_add_(0, at, self.experts[number](rows[at], probs[at, place, None]))
+        return out.view_as(x)
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,8 +66,7 @@ class _Layer:
     k_norm: Tensor
     o: Tensor
     post_norm: Tensor
-    gate_up: Tensor
-    down: Tensor
+    mlp: _Mlp | _Experts
 
 
 def _collect(shape: Qwen3Shape, named_tensors: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
@@ -62,7 +98,7 @@ class Qwen3Decoder:
         # Log-probs are promised in float32: bf16 logits would be off by whole percents.
         self.head = tensors.get("lm_head.weight", self.embedding).float()
         self.final_norm = tensors["model.norm.weight"]
-        self.layers = [_layer(tensors, i) for i in range(shape.num_hidden_layers)]
+        self.layers = [_layer(shape, tensors, i) for i in range(shape.num_hidden_layers)]
         self.lengths = torch.zeros(num_slots, dtype=torch.int64, device=self.embedding.device)
         self._cache = self._new_cache(0)
         self._cos, self._sin = self._rotary_table(0)
@@ -75,10 +111,8 @@ class Qwen3Decoder:
 
     def _rotary_table(self, capacity: int) -> tuple[Tensor, Tensor]:
         """cos and sin [C, D/2]."""
-        dim, device = self.shape.head_dim, self.embedding.device
-        frequencies = self.shape.rope_theta ** (-torch.arange(0, dim, 2, dtype=torch.float32, device=device) / dim)
-        angles = torch.arange(capacity, dtype=torch.float32, device=device)[:, None] * frequencies
-        return angles.cos().to(self.embedding.dtype), angles.sin().to(self.embedding.dtype)
+        positions = torch.arange(capacity, device=self.embedding.device)
+        return rope_table(positions, self.shape.rope, self.shape.head_dim, self.embedding.dtype)
 
     def reserve(self, capacity: int) -> None:
         """Make room for `capacity` positions in every slot; what is cached stays."""
@@ -152,8 +186,7 @@ class Qwen3Decoder:
     def _finish(self, layer: _Layer, x: Tensor, attended: Tensor) -> Tensor:
         """Output projection and MLP: x [R, P, hidden], attended [R, H, P, D]."""
         x = x + F.linear(attended.transpose(1, 2).flatten(2), layer.o)
-        gate, up = F.linear(self._norm(x, layer.post_norm), layer.gate_up).chunk(2, dim=-1)
-        return x + F.linear(F.silu(gate).mul_(up), layer.down)
+        return x + layer.mlp(self._norm(x, layer.post_norm))
 
     def _logits(self, x: Tensor) -> Tensor:
         return F.linear(self._norm(x, self.final_norm).float(), self.head)
@@ -170,9 +203,16 @@ class Qwen3Decoder:
         return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1)
 
 
-def _layer(tensors: dict[str, Tensor], index: int) -> _Layer:
+def _layer(shape: Qwen3Shape, tensors: dict[str, Tensor], index: int) -> _Layer:
     def weight(name: str) -> Tensor:
         return tensors[f"model.layers.{index}.{name}.weight"]
+
+    def mlp(name: str) -> _Mlp:
+        return _Mlp(torch.cat([weight(f"{name}.{p}_proj") for p in ("gate", "up")]), weight(f"{name}.down_proj"))
+
+    def experts() -> _Experts:
+        each = [mlp(f"mlp.experts.{i}") for i in range(shape.num_experts)]
+        return _Experts(weight("mlp.gate"), each, shape.num_experts_per_tok, shape.norm_topk_prob)
 
     return _Layer(
         input_norm=weight("input_layernorm"),
@@ -181,6 +221,5 @@ def _layer(tensors: dict[str, Tensor], index: int) -> _Layer:
         k_norm=weight("self_attn.k_norm"),
         o=weight("self_attn.o_proj"),
         post_norm=weight("post_attention_layernorm"),
-        gate_up=torch.cat([weight("mlp.gate_proj"), weight("mlp.up_proj")]),
-        down=weight("mlp.down_proj"),
+        mlp=experts() if shape.moe_layers[index] else mlp("mlp"),
     )

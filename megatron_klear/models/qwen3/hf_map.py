@@ -1,4 +1,4 @@
-"""Qwen3's mapping table. Everything a dense Qwen3 checkpoint holds, and nothing else."""
+"""Qwen3's mapping table. Everything a Qwen3 or Qwen3-MoE checkpoint holds, and nothing else."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def qwen3_table(shape: Qwen3Shape) -> tuple[Mapping, ...]:
 
 
 def _layer(shape: Qwen3Shape, layer: int, pick: Callable[..., dict[str, tuple[int, ...]]]) -> list[Mapping]:
-    mcore = "decoder.layers.{layer}."  # filled with the stage's own layer number by the bridge
+    mcore = f"decoder.layers.{layer}."
 
     def hf(*names: str) -> dict[str, tuple[int, ...]]:
         return pick(*(f"model.layers.{layer}.{name}.weight" for name in names))
@@ -49,6 +49,29 @@ def _layer(shape: Qwen3Shape, layer: int, pick: Callable[..., dict[str, tuple[in
         Replicated(f"{mcore}self_attention.k_layernorm.weight", hf("self_attn.k_norm"), layer),
         ColumnSlices(f"{mcore}self_attention.linear_proj.weight", hf("self_attn.o_proj"), layer),
         Replicated(f"{mcore}pre_mlp_layernorm.weight", hf("post_attention_layernorm"), layer),
-        GatedMlp(f"{mcore}mlp.linear_fc1.weight", hf("mlp.gate_proj", "mlp.up_proj"), layer),
-        ColumnSlices(f"{mcore}mlp.linear_fc2.weight", hf("mlp.down_proj"), layer),
+        *(_moe(shape.num_experts, layer, hf) if shape.moe_layers[layer] else _mlp(layer, hf)),
     ]
+
+
+def _mlp(layer: int, hf: Callable[..., dict[str, tuple[int, ...]]]) -> list[Mapping]:
+    return [
+        GatedMlp(f"decoder.layers.{layer}.mlp.linear_fc1.weight", hf("mlp.gate_proj", "mlp.up_proj"), layer),
+        ColumnSlices(f"decoder.layers.{layer}.mlp.linear_fc2.weight", hf("mlp.down_proj"), layer),
+    ]
+
+
+def _moe(num_experts: int, layer: int, hf: Callable[..., dict[str, tuple[int, ...]]]) -> list[Mapping]:
+    mcore = f"decoder.layers.{layer}.mlp."
+    mappings: list[Mapping] = [Replicated(f"{mcore}router.weight", hf("mlp.gate"), layer)]
+    for i in range(num_experts):
+        gate_up = hf(f"mlp.experts.{i}.gate_proj", f"mlp.experts.{i}.up_proj")
+        mappings += [
+            GatedMlp(f"{mcore}experts.local_experts.{i}.linear_fc1.weight", gate_up, layer, expert=i),
+            ColumnSlices(
+                f"{mcore}experts.local_experts.{i}.linear_fc2.weight",
+                hf(f"mlp.experts.{i}.down_proj"),
+                layer,
+                expert=i,
+            ),
+        ]
+    return mappings

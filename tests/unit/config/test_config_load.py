@@ -74,7 +74,7 @@ def test_every_fault_is_listed_at_once_sorted_by_key(files: RecipeFiles) -> None
         " package.module:function (did you mean gppo?)",
         "  optimizer.lr = 'fast': should be a valid number (write a number, without quotes)",
         "  optimizer.tensor_model_parallel_size = 2: no such key (did you mean parallel.tensor_model_parallel_size?)",
-        "  parallel.pipeline_model_parallel_size = 4: does not divide num_hidden_layers 6"
+        "  parallel.pipeline_model_parallel_size = 4: 6 layers for 4 stages of equal size does not work out"
         " (sizes that fit this model: 1, 2, 3, 6)",
         "  reward.timeout_s = 1.0: would have no effect with a reward other than math (leave it out)",
         "  rollout.num_rollout = <not given>: needed, it has no default",

@@ -26,7 +26,7 @@ def test_a_vocabulary_that_does_not_divide_is_padded_not_refused(files: RecipeFi
 @pytest.mark.parametrize(
     ("changes", "reason", "suggestion"),
     [
-        ({"parallel.pipeline_model_parallel_size": 4}, "does not divide num_hidden_layers 6", "1, 2, 3, 6"),
+        ({"parallel.pipeline_model_parallel_size": 4}, "6 layers for 4 stages of equal size", "1, 2, 3, 6"),
         ({"parallel.sequence_parallel": True}, "would have no effect", "raise tensor_model_parallel_size"),
         ({"optimizer.min_lr": 1e-4}, "no effect with lr_decay_style 'constant'", "linear, cosine"),
         ({"optimizer.lr_decay_iters": 5}, "no effect with lr_decay_style 'constant'", "linear, cosine"),
@@ -61,9 +61,9 @@ def test_one_setting_alone(
     [
         (2, []),
         (4, []),
-        (3, ["num_attention_heads 8", "num_key_value_heads 4"]),
-        (8, ["is more than num_key_value_heads 4: a KV head is never split over ranks nor copied"]),
-        (5, ["num_attention_heads 8", "more than num_key_value_heads 4", "intermediate_size 96"]),
+        (3, ["num_attention_heads 8", "neither divides num_key_value_heads 4 nor is a multiple of it"]),
+        (8, []),
+        (5, ["num_attention_heads 8", "neither divides num_key_value_heads 4", "intermediate_size 96"]),
     ],
 )
 def test_tensor_parallel_size_fits_the_model(size: int, reasons: list[str], files: RecipeFiles) -> None:
@@ -71,7 +71,7 @@ def test_tensor_parallel_size_fits_the_model(size: int, reasons: list[str], file
     assert [fault.key for fault in faults] == ["parallel.tensor_model_parallel_size"] * len(reasons)
     for fault, reason in zip(faults, reasons, strict=True):
         assert reason in fault.reason
-        assert fault.suggestion == "sizes that fit this model: 1, 2, 4"
+        assert fault.suggestion == "sizes that fit this model: 1, 2, 4, 8"
 
 
 def test_world_size_holds_whole_copies_of_the_model(files: RecipeFiles) -> None:

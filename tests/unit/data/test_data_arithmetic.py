@@ -130,7 +130,7 @@ def test_thinking_tags_survive_where_special_tokens_are_skipped(tiny: ChatTokeni
 def test_tokenizer_fits_the_model(folder: Path, tiny: ChatTokenizer) -> None:
     shape = read_shape(folder / "model")
     assert tiny.vocab_size == len(arithmetic.vocabulary()) < shape.vocab_size == 64
-    assert (shape.hidden_size, shape.num_hidden_layers, shape.head_dim, shape.rope_theta) == (128, 4, 32, 10000.0)
+    assert (shape.hidden_size, shape.num_hidden_layers, shape.head_dim, shape.rope.rope_theta) == (128, 4, 32, 10000.0)
     assert tiny.stop_token_ids == tuple(tiny.encode("<|im_end|>"))
 
 

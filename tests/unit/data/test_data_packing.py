@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from dataclasses import fields
+from dataclasses import fields, replace
 
 import pytest
 import torch
@@ -12,6 +12,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from megatron_klear.data.balance import TokenCost
 from megatron_klear.data.packing import PackSpec, flatten, pack, split_updates, unflatten
 from megatron_klear.errors import DataError
 from megatron_klear.types import MicroBatch, Prompt, Sample, TrainBatch
@@ -46,8 +47,13 @@ def updates(draw: st.DrawFn) -> list[Sample]:
 specs = st.builds(
     PackSpec,
     data_parallel_size=st.integers(1, 5),
+    # Also rounded down to 4 positions for each of 4 context-parallel ranks, the longest sample fits.
     max_tokens=st.integers(MAX_LENGTH + 3, 90),
-    multiple_of=st.sampled_from([1, 2, 4]),
+    multiple_of=st.sampled_from([1, 2, 3, 4]),
+    context_parallel_size=st.sampled_from([1, 1, 2, 3, 4]),
+    num_micro_batches_multiple=st.sampled_from([1, 1, 2, 3]),
+    common_length=st.booleans(),
+    cost=st.sampled_from([TokenCost(), TokenCost(1.0, 0.1)]),
 )
 law = settings(deadline=None, max_examples=60)
 
@@ -63,12 +69,13 @@ def vars_of(one: MicroBatch) -> dict[str, Tensor]:
         "nll_scale": one.nll_scale,
         "advantages": one.advantages,
         "rollout_logprobs": one.rollout_logprobs,
+        "true_lengths": one.true_lengths,
         "sample_index": one.sample_index,
         "rewards": one.rewards,
     }
 
 
-PER_SEQUENCE = ("cu_seqlens", "sample_index", "rewards")
+PER_SEQUENCE = ("cu_seqlens", "true_lengths", "sample_index", "rewards")
 ANNOTATED = ("old_logprobs", "old_entropy", "reference_logprobs", "policy_weights", "values", "returns")
 
 
@@ -86,14 +93,18 @@ def total(tensors: list[Tensor]) -> float:
 
 
 def real_sequences(batches: list[TrainBatch], samples: list[Sample]) -> list[tuple[Sample, MicroBatch, slice]]:
-    """(sample, micro-batch, place) of every sequence that is not padding."""
+    """(sample, micro-batch, place of its tokens) of every sequence that is not padding."""
     by_first_token = {sample.token_ids[0]: sample for sample in samples}
     return [
-        (by_first_token[int(one.token_ids[place.start])], one, place)
+        (by_first_token[int(one.token_ids[place.start])], one, slice(place.start, place.start + length))
         for one in all_micro_batches(batches)
-        for place in sequences(one)
+        for place, length in zip(sequences(one), one.true_lengths.tolist(), strict=True)
         if int(one.token_ids[place.start]) != 0
     ]
+
+
+def is_dummy(one: MicroBatch) -> bool:
+    return bool((one.sample_index == -1).all())
 
 
 @law
@@ -110,52 +121,92 @@ def test_1_every_sample_is_in_exactly_one_place_and_whole(samples: list[Sample],
 def test_2_all_ranks_have_equal_counts_and_lengths(samples: list[Sample], spec: PackSpec) -> None:
     batches = pack(samples, spec)
     assert len(batches) == spec.data_parallel_size
-    assert len({len(batch.micro_batches) for batch in batches}) == 1
-    assert batches[0].micro_batches
+    (count,) = {len(batch.micro_batches) for batch in batches}
+    assert count > 0 and count % spec.num_micro_batches_multiple == 0
     assert {field.name for field in fields(MicroBatch)} == {
         *vars_of(batches[0].micro_batches[0]),
         "max_seqlen",
         *ANNOTATED,
+        "own_rows",
+        "sum_over_context",
     }
+    lengths = set()
     for one in all_micro_batches(batches):
         rows = {name: tuple(tensor.shape) for name, tensor in vars_of(one).items()}
-        num_sequences = len(sequences(one))
-        assert [rows.pop(name) for name in PER_SEQUENCE] == [(num_sequences + 1,), (num_sequences,), (num_sequences,)]
-        assert set(rows.values()) == {tuple(batches[0].micro_batches[0].token_ids.shape)}
+        num = len(sequences(one))
+        assert [rows.pop(name) for name in PER_SEQUENCE] == [(num + 1,), (num,), (num,), (num,)]
+        (shape,) = set(rows.values())
+        lengths.add(shape)
+    if spec.common_length:
+        assert len(lengths) == 1
 
 
 @law
 @given(samples=updates(), spec=specs)
 def test_3_length_is_within_the_budget_and_a_multiple(samples: list[Sample], spec: PackSpec) -> None:
     for one in all_micro_batches(pack(samples, spec)):
-        assert one.token_ids.numel() <= spec.max_tokens
-        assert one.token_ids.numel() % spec.multiple_of == 0
+        on_a_rank, rest = divmod(one.token_ids.numel(), spec.context_parallel_size)
+        assert rest == 0
+        assert 0 < on_a_rank <= spec.max_tokens
+        assert on_a_rank % spec.multiple_of == 0
+        if not spec.common_length:
+            used = sum(b - a for a, b in _borders_of_samples(one))
+            assert one.token_ids.numel() < used + spec.unit or (is_dummy(one) and one.token_ids.numel() == spec.unit)
+
+
+def _borders_of_samples(one: MicroBatch) -> list[tuple[int, int]]:
+    every = itertools.pairwise(one.cu_seqlens.tolist())
+    return [pair for pair, index in zip(every, one.sample_index.tolist(), strict=True) if index >= 0]
 
 
 @law
 @given(samples=updates(), spec=specs)
-def test_4_sequence_borders_and_padding(samples: list[Sample], spec: PackSpec) -> None:
-    longest = max(len(sample.token_ids) for sample in samples)
+def test_4_sequence_borders_and_padding_inside_them(samples: list[Sample], spec: PackSpec) -> None:
+    multiple = 2 * spec.context_parallel_size if spec.context_parallel_size > 1 else 1
     for one in all_micro_batches(pack(samples, spec)):
         borders = one.cu_seqlens.tolist()
-        assert one.cu_seqlens.dtype == torch.int32
+        assert one.cu_seqlens.dtype == one.true_lengths.dtype == torch.int32
         assert borders[0] == 0
         assert borders[-1] == one.token_ids.numel()
         assert borders == sorted(set(borders))
-        assert one.max_seqlen == max(b - a for a, b in itertools.pairwise(borders)) <= longest
+        assert one.max_seqlen == max(b - a for a, b in itertools.pairwise(borders))
         for number, place in enumerate(sequences(one)):
-            size = place.stop - place.start
+            size, length = place.stop - place.start, int(one.true_lengths[number])
+            assert size % multiple == 0
             assert one.positions[place].tolist() == list(range(size))
             assert one.sequence_ids[place].tolist() == [number] * size
-            if int(one.token_ids[place.start]) == 0:
-                assert (int(one.sample_index[number]), float(one.rewards[number])) == (-1, 0.0)
-                for name in ("token_ids", "labels", "token_scale", "nll_scale", "advantages", "rollout_logprobs"):
-                    assert not vars_of(one)[name][place].any()
+            assert size - multiple < length <= size
+            if one.sample_index[number] == -1:
+                assert length == size
+            else:
+                assert length == len(samples[int(one.sample_index[number])].token_ids)
+            for name in NOTHING_IN_PADDING:
+                assert not vars_of(one)[name][place.start + length : place.stop].any()
+
+
+NOTHING_IN_PADDING = ("token_ids", "labels", "token_scale", "nll_scale", "advantages", "rollout_logprobs")
 
 
 @law
 @given(samples=updates(), spec=specs)
-def test_5_numbers_stand_where_the_token_is_predicted(samples: list[Sample], spec: PackSpec) -> None:
+def test_5_padding_sequences_have_no_loss_and_dummies_are_counted(samples: list[Sample], spec: PackSpec) -> None:
+    batches = pack(samples, spec)
+    longest = spec.padded(max(len(sample.token_ids) for sample in samples))
+    for one in all_micro_batches(batches):
+        for number, place in enumerate(sequences(one)):
+            if int(one.token_ids[place.start]) == 0:
+                assert place.stop - place.start <= longest
+                assert (int(one.sample_index[number]), float(one.rewards[number])) == (-1, 0.0)
+                for name in NOTHING_IN_PADDING:
+                    assert not vars_of(one)[name][place].any()
+    num_dummies = sum(map(is_dummy, all_micro_batches(batches)))
+    assert {batch.num_dummy_micro_batches for batch in batches} == {num_dummies}
+    assert num_dummies == max(0, len(all_micro_batches(batches)) - len(samples))
+
+
+@law
+@given(samples=updates(), spec=specs)
+def test_6_numbers_stand_where_the_token_is_predicted(samples: list[Sample], spec: PackSpec) -> None:
     batches = pack(samples, spec, sft_loss_coef=0.5)
     for sample, one, place in real_sequences(batches, samples):
         last = len(sample.token_ids) - 1
@@ -178,7 +229,7 @@ def test_5_numbers_stand_where_the_token_is_predicted(samples: list[Sample], spe
 
 @law
 @given(samples=updates(), spec=specs, coef=st.sampled_from([0.0, 0.1, 2.0]))
-def test_6_scales_add_up(samples: list[Sample], spec: PackSpec, coef: float) -> None:
+def test_7_scales_add_up(samples: list[Sample], spec: PackSpec, coef: float) -> None:
     micro_batches = all_micro_batches(pack(samples, spec, sft_loss_coef=coef))
     assert total([one.token_scale for one in micro_batches]) == pytest.approx(1.0, abs=1e-6)
     any_correct = any(sample.reward == 1.0 and sample.num_loss_tokens for sample in samples)
@@ -187,7 +238,7 @@ def test_6_scales_add_up(samples: list[Sample], spec: PackSpec, coef: float) -> 
 
 @law
 @given(samples=updates(), spec=specs, other=specs)
-def test_7_counts_and_sums_do_not_depend_on_the_split(samples: list[Sample], spec: PackSpec, other: PackSpec) -> None:
+def test_8_counts_and_sums_do_not_depend_on_the_split(samples: list[Sample], spec: PackSpec, other: PackSpec) -> None:
     a, b = (pack(samples, one, sft_loss_coef=0.1) for one in (spec, other))
     counts = {(batch.num_loss_tokens, batch.num_samples, batch.num_sft_tokens) for batch in a + b}
     correct = [sample for sample in samples if sample.reward == 1.0]
@@ -205,11 +256,7 @@ def test_packing_is_deterministic_and_travels_as_two_tensors(samples: list[Sampl
         ints, floats = flatten(one)
         assert (ints.dtype, floats.dtype) == (torch.int64, torch.float32)
         back = unflatten(ints, floats)
-        assert (back.num_loss_tokens, back.num_samples, back.num_sft_tokens) == (
-            one.num_loss_tokens,
-            one.num_samples,
-            one.num_sft_tokens,
-        )
+        assert replace(back, micro_batches=[]) == replace(one, micro_batches=[])
         for sent, received, twin in zip(one.micro_batches, back.micro_batches, again.micro_batches, strict=True):
             assert sent.max_seqlen == received.max_seqlen == twin.max_seqlen
             for name, tensor in vars_of(sent).items():
@@ -226,6 +273,7 @@ def test_a_small_update_by_hand() -> None:
     assert one.token_ids.tolist() == [2000, 2001, 1000, 1001, 1002, 1003, 1004, 0]
     assert one.labels.tolist() == [2001, 0, 1001, 1002, 1003, 1004, 0, 0]
     assert one.cu_seqlens.tolist() == [0, 2, 7, 8]
+    assert one.true_lengths.tolist() == [2, 5, 1]
     assert one.positions.tolist() == [0, 1, 0, 1, 2, 3, 4, 0]
     assert one.sequence_ids.tolist() == [0, 0, 1, 1, 1, 1, 1, 2]
     assert one.token_scale.tolist() == pytest.approx([0.25, 0, 0, 0.25, 0.25, 0.25, 0, 0])
@@ -257,6 +305,39 @@ def test_ranks_without_a_sample_get_masked_padding() -> None:
     assert [float(batch.micro_batches[0].token_scale.sum()) for batch in batches] == pytest.approx([1.0, 0.0, 0.0])
     assert batches[2].micro_batches[0].cu_seqlens.tolist() == [0, 5]
     assert batches[2].num_loss_tokens == 3
+    assert [batch.num_dummy_micro_batches for batch in batches] == [2, 2, 2]
+
+
+def test_context_parallel_padding_by_hand() -> None:
+    """Two ranks: sequences of multiples of 4, on each rank a multiple of 6 positions."""
+    long = make_sample(0, prompt=2, response=3, reward=1.0, advantage=2.0)
+    short = make_sample(1, prompt=1, response=1)
+    spec = PackSpec(1, max_tokens=13, multiple_of=6, context_parallel_size=2, common_length=False)
+    assert (spec.alignment, spec.unit, spec.budget) == (4, 12, 24)
+    (batch,) = pack([short, long], spec, sft_loss_coef=0.3)
+    (one,) = batch.micro_batches
+    assert one.token_ids.tolist() == [2000, 2001, 0, 0, 1000, 1001, 1002, 1003, 1004, 0, 0, 0]
+    assert one.labels.tolist() == [2001, 0, 0, 0, 1001, 1002, 1003, 1004, 0, 0, 0, 0]
+    assert one.positions.tolist() == [0, 1, 2, 3, 0, 1, 2, 3, 4, 5, 6, 7]
+    assert one.sequence_ids.tolist() == [0] * 4 + [1] * 8
+    assert (one.cu_seqlens.tolist(), one.true_lengths.tolist(), one.max_seqlen) == ([0, 4, 12], [2, 5], 8)
+    assert one.token_scale.tolist() == pytest.approx([0.25, 0, 0, 0, 0, 0.25, 0.25, 0.25, 0, 0, 0, 0])
+    assert one.nll_scale.tolist() == pytest.approx([0, 0, 0, 0, 0, 0.1, 0.1, 0.1, 0, 0, 0, 0])
+    assert one.advantages.tolist() == [0, 0, 0, 0, 0, 2, 2, 2, 0, 0, 0, 0]
+    assert one.sample_index.tolist() == [0, 1]
+
+
+def test_virtual_stages_get_their_multiple_with_dummies_if_need_be() -> None:
+    batches = pack(with_lengths(5, 4, 3), PackSpec(2, max_tokens=8, num_micro_batches_multiple=4))
+    assert [len(batch.micro_batches) for batch in batches] == [4, 4]
+    assert [sum(map(is_dummy, batch.micro_batches)) for batch in batches] == [3, 2]
+    assert batches[0].num_dummy_micro_batches == 5
+    assert {one.token_ids.numel() for one in all_micro_batches(batches)} == {5}
+
+
+def test_lengths_that_may_differ_do() -> None:
+    batches = pack(with_lengths(9, 4, 3), PackSpec(2, max_tokens=10, multiple_of=2, common_length=False))
+    assert [[one.token_ids.numel() for one in batch.micro_batches] for batch in batches] == [[10], [8]]
 
 
 def with_lengths(*lengths: int) -> list[Sample]:
@@ -304,6 +385,14 @@ def test_what_cannot_be_packed_is_explained() -> None:
         pack([make_sample(0, prompt=1, response=1), long], PackSpec(1, max_tokens=10))
     with pytest.raises(DataError, match=r"max_tokens_per_gpu = 11, rounded down to a multiple of 4; raise it"):
         pack([long], PackSpec(1, max_tokens=11, multiple_of=4))
+    spec = PackSpec(1, max_tokens=5, multiple_of=4, context_parallel_size=2)
+    arithmetic = (
+        r"s4 has 11 tokens, padded to 12 for context parallelism \(2 x 2\), more than batch\.max_tokens_per_gpu = 5"
+        r" x context_parallel_size 2 = 10, rounded down to a multiple of 8; raise it, or lower the longest prompt"
+    )
+    with pytest.raises(DataError, match=arithmetic):
+        pack([long], spec)
+    assert len(pack([long], replace(spec, max_tokens=8))) == 1
     with pytest.raises(DataError, match="no samples to pack; expected at least one"):
         pack([], PackSpec(1, max_tokens=10))
     with pytest.raises(DataError, match="none of the 2 samples of this update has a token with loss"):

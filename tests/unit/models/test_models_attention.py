@@ -14,6 +14,7 @@ from torch import Tensor
 from helpers.micro_batches import micro_batch_of_lengths
 from helpers.tiny_qwen3 import tiny_shape
 from megatron_klear.config.recipe import ParallelConfig
+from megatron_klear.config.rope import RopeConfig
 from megatron_klear.models.qwen3.attention import (
     MAX_DENSE_LENGTH,
     PackedAttention,
@@ -21,9 +22,11 @@ from megatron_klear.models.qwen3.attention import (
     packed_sequences,
 )
 from megatron_klear.models.qwen3.spec import qwen3_config
+from megatron_klear.types import Topology
 
 HEADS, GROUPS, DIM = 4, 2, 12
 THETA = 1000.0
+ROPE = RopeConfig(rope_theta=THETA)
 RAGGED = (7, 1, 12, 4, 1, 12, 2)
 LENGTHS = [RAGGED, (1,), (1, 1, 1), (9,)]
 
@@ -37,7 +40,7 @@ def projections(num_positions: int, *, dtype: torch.dtype = torch.float32) -> tu
 
 
 def packed(lengths: Sequence[int], *, dtype: torch.dtype = torch.float32) -> PackedSequences:
-    return packed_sequences(micro_batch_of_lengths(lengths), head_dim=DIM, rope_theta=THETA, dtype=dtype)
+    return packed_sequences(micro_batch_of_lengths(lengths), Topology(), head_dim=DIM, rope=ROPE, dtype=dtype)
 
 
 def attention(sequences: PackedSequences) -> Forward:
@@ -144,7 +147,7 @@ def test_the_order_of_sequences_does_not_matter() -> None:
 def test_a_maximum_length_above_the_longest_sequence_changes_nothing() -> None:
     batch = micro_batch_of_lengths(RAGGED)
     batch.max_seqlen = 20
-    wide = packed_sequences(batch, head_dim=DIM, rope_theta=THETA, dtype=torch.float32)
+    wide = packed_sequences(batch, Topology(), head_dim=DIM, rope=ROPE, dtype=torch.float32)
     operands = projections(sum(RAGGED))
     torch.testing.assert_close(attention(wide)(*operands), attention(packed(RAGGED))(*operands), rtol=1e-6, atol=1e-6)
 
@@ -158,6 +161,6 @@ def test_what_the_layers_share() -> None:
     sequences = packed((3, 1, 2))
     assert sequences.num_sequences == 3
     assert sequences.cu_seqlens_q.tolist() == [0, 3, 4, 6]
-    assert sequences.dense_index.tolist() == [0, 1, 2, 3, 6, 7]
+    assert sequences.key_index.tolist() == [0, 1, 2, 3, 6, 7]
     assert sequences.cos.shape == sequences.sin.shape == (6, 1, DIM // 2)
     assert torch.equal(sequences.cos[3], torch.ones(1, DIM // 2))  # position 0 again

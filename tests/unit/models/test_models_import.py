@@ -44,7 +44,7 @@ def test_packed_logits_and_gradients_are_those_of_transformers(tied: bool, conte
     stage = stage_on_cpu(shape, tensors, context)
     ids = torch.randint(shape.vocab_size, (sum(LENGTHS),), generator=torch.Generator().manual_seed(1))
     with megatron_scope(context.device):
-        hidden = stage.forward_hidden(stage.module, micro_batch_of_lengths(LENGTHS, token_ids=ids))[:, 0]
+        hidden = stage.forward_hidden(stage.chunks[0].module, micro_batch_of_lengths(LENGTHS, token_ids=ids))[:, 0]
         logits = (hidden @ stage.core.head_weight().t())[:, : shape.vocab_size]
         upstream = torch.linspace(-1, 1, logits.numel()).cos().view_as(logits)
         logits.backward(upstream)
@@ -52,7 +52,7 @@ def test_packed_logits_and_gradients_are_those_of_transformers(tied: bool, conte
     theirs = torch.cat([model(part[None]).logits[0] for part in ids.split(LENGTHS)])
     torch.testing.assert_close(logits, theirs, rtol=0, atol=1e-4)
     theirs.backward(upstream)
-    parameters, mine = dict(stage.core.named_parameters()), {}
+    parameters, mine = dict(stage.named_parameters()), {}
     for mapping in qwen3_table(shape):
         gradient = parameters[mapping.megatron_name.format(layer=mapping.layer)].grad
         assert gradient is not None

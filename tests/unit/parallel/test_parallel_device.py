@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from megatron.core.tensor_parallel import random as megatron_random
+from megatron.core.transformer.moe import token_dispatcher
 
 from megatron_klear.parallel import device as device_module
 from megatron_klear.parallel.device import Device, megatron_scope, pick_device
@@ -22,6 +23,10 @@ PATCHED = [
     (torch.cuda, "get_rng_state"),
     (megatron_random, "_get_cuda_rng_state"),
     (megatron_random, "_set_cuda_rng_state"),
+    (torch.cuda, "Stream"),
+    (torch.cuda, "current_stream"),
+    (torch.cuda, "stream"),
+    (token_dispatcher, "maybe_move_tensor_to_cpu"),
 ]
 
 
@@ -67,6 +72,26 @@ def check_rng_states() -> None:
     assert torch.equal(first, torch.rand(3))
 
 
+def check_streams() -> None:
+    """As Megatron's all-to-all dispatcher uses them."""
+    side = torch.cuda.Stream()
+    assert torch.cuda.current_stream() is torch.cuda.current_stream() and torch.cuda.current_stream() != side
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        moved = torch.ones(2) + 1
+    side.record_event().synchronize()
+    assert moved.tolist() == [2, 2]
+
+
+def check_split_sizes() -> None:
+    """all_to_all_single takes numbers, not tensors."""
+    sizes = torch.tensor([3, 4])
+    assert list(token_dispatcher.maybe_move_tensor_to_cpu(sizes, as_numpy=True)) == [3, 4]
+    assert token_dispatcher.maybe_move_tensor_to_cpu(sizes, record_stream=True) is sizes
+    nothing: Any = None
+    assert token_dispatcher.maybe_move_tensor_to_cpu(nothing, as_numpy=True) is None
+
+
 def check_device_arguments() -> None:
     for device in ("cuda", "cuda:0", torch.device("cuda"), torch.device("cuda", 0)):
         assert torch.zeros(2, device=device).device.type == "cpu"
@@ -94,6 +119,8 @@ every_check = pytest.mark.parametrize(
         check_tensor_cuda,
         check_manual_seed,
         check_rng_states,
+        check_streams,
+        check_split_sizes,
         check_device_arguments,
         check_pin_memory,
         check_type_names,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megatron_klear.parallel.scale import assert_sum_contract, loss_tuple
+from megatron_klear.parallel.scale import assert_sum_contract, balance_loss_coefficient, loss_tuple
 
 
 def test_a_loss_goes_to_megatron_as_it_is() -> None:
@@ -25,3 +25,7 @@ def test_averaging_is_refused() -> None:
         assert_sum_contract(calculate_per_token_loss=False, gradient_scaling_factor=1.0)
     with pytest.raises(AssertionError, match=r"DDP scales gradients by 0\.5, expected 1\.0"):
         assert_sum_contract(calculate_per_token_loss=True, gradient_scaling_factor=0.5)
+
+
+def test_the_balance_loss_is_divided_by_all_micro_batches() -> None:
+    assert balance_loss_coefficient(0.6, num_micro_batches=3, data_size=4) == pytest.approx(0.05)

@@ -104,7 +104,7 @@ def fake_policy(weight: float, gradient: float) -> Policy:
         layer.weight.main_grad = torch.zeros(1, 2)  # type: ignore[attr-defined]
     first.weight.main_grad[0, 0] = gradient  # type: ignore[attr-defined]
     core = torch.nn.Sequential(first, second)
-    fake: Any = SimpleNamespace(context=SimpleNamespace(topology=Topology(rank=2)), stage=SimpleNamespace(core=core))
+    fake: Any = SimpleNamespace(context=SimpleNamespace(topology=Topology(rank=2)), stage=core)
     return cast(Policy, fake)
 
 

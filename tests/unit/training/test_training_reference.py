@@ -28,7 +28,7 @@ def stage(request: pytest.FixtureRequest, context: ParallelContext) -> ModelStag
 
 
 def weights(stage: ModelStage) -> dict[str, Tensor]:
-    return {name: parameter.detach().clone() for name, parameter in stage.core.named_parameters()}
+    return {name: parameter.detach().clone() for name, parameter in stage.named_parameters()}
 
 
 def same(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
@@ -37,13 +37,13 @@ def same(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
 
 @torch.no_grad()
 def train(stage: ModelStage) -> None:
-    for parameter in stage.core.parameters():
+    for parameter in stage.parameters():
         parameter.add_(torch.randn_like(parameter))
 
 
 def test_inside_are_the_first_weights_and_after_it_the_own_ones_bit_for_bit(stage: ModelStage) -> None:
     first = weights(stage)
-    places = {name: parameter.data_ptr() for name, parameter in stage.core.named_parameters()}
+    places = {name: parameter.data_ptr() for name, parameter in stage.named_parameters()}
     reference = Reference(stage)
     train(stage)
     own = weights(stage)
@@ -52,7 +52,7 @@ def test_inside_are_the_first_weights_and_after_it_the_own_ones_bit_for_bit(stag
         with reference.swapped_in(stage):
             assert same(weights(stage), first)
         assert same(weights(stage), own)
-    assert {name: parameter.data_ptr() for name, parameter in stage.core.named_parameters()} == places
+    assert {name: parameter.data_ptr() for name, parameter in stage.named_parameters()} == places
 
 
 def test_an_error_inside_gives_the_weights_back_too(stage: ModelStage) -> None:
@@ -88,10 +88,10 @@ def test_what_is_loaded_through_the_stage_can_become_the_reference(stage: ModelS
 
 
 def test_its_copy_is_on_the_cpu_and_needs_no_gradient(stage: ModelStage) -> None:
-    for parameter in stage.core.parameters():
+    for parameter in stage.parameters():
         parameter.grad = torch.ones_like(parameter)
     with Reference(stage).swapped_in(stage):
         pass
-    for parameter in stage.core.parameters():
+    for parameter in stage.parameters():
         assert parameter.requires_grad and parameter.grad is not None
         assert torch.equal(parameter.grad, torch.ones_like(parameter))

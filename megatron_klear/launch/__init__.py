@@ -1,0 +1,1 @@
+"""Before a run starts: what it will need and cost."""
