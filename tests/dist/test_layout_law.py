@@ -1,7 +1,7 @@
 """The layout law: how the work is cut changes nothing. Each row of the table is one layout against one rank.
 
 `make law` prints the whole table: every (tp, pp, cp, dp) in powers of two on at most 8 ranks, and a pairwise cover of
-all that can be combined with them. `make test` runs a part of it (what is not marked `law`) and the mutants.
+all that can be combined with them. `make test` runs a part of it (what is not marked `law`).
 To add a parallel dimension, give `Layout` a field and name it in `FACTORS`; to add a loss, write it in jobs_law.CASES;
 to add a mutant, write it in law_mutants.MUTANTS and say in CAUGHT on which layout it must show, and in which measure.
 """
@@ -86,8 +86,11 @@ TESTS = [
     )
     for layout in dict.fromkeys([*CORE, *all_layouts()])
 ]
-TESTS += [pytest.param(layout, SPLITS, id=f"splits-{layout}") for layout in (TP2SP, PP2, CP2, DP2, FULL)]
-TESTS += [pytest.param(layout, LOSSES, id=f"losses-{layout}") for layout in (CP2, FULL)]
+TESTS += [
+    pytest.param(layout, SPLITS, id=f"splits-{layout}", marks=pytest.mark.law)
+    for layout in (TP2SP, PP2, CP2, DP2, FULL)
+]
+TESTS += [pytest.param(layout, LOSSES, id=f"losses-{layout}", marks=pytest.mark.law) for layout in (CP2, FULL)]
 TESTS += [
     pytest.param(layout, [Variant(CRITIC, tied=True)], id=f"critic-{layout}") for layout in (TP2, TP2SP, PP2, CP2, FULL)
 ]
@@ -281,6 +284,7 @@ def test_both_copies_of_a_tied_embedding_get_the_same_gradient(layout: Layout, m
         np.testing.assert_array_equal(a, b)
 
 
+@pytest.mark.law
 @pytest.mark.parametrize("mutant", CAUGHT)
 def test_the_law_catches(mutant: str, measure: Measure, references: References) -> None:
     layout, variant, name = CAUGHT[mutant]

@@ -26,10 +26,13 @@ def step(pool: Pool, lengths: list[int]) -> LongStep:
 
 
 def assert_linear(steps: list[LongStep]) -> None:
-    """Bytes a token do not grow: fourfold tokens in a quadratic path would take 16 times the bytes."""
+    """Bytes a token do not grow: fourfold tokens in a quadratic path would take 16 times the bytes.
+
+    Resident memory depends on the allocator and on what else the machine does, hence the room above 1.
+    """
     first = steps[0].peak_bytes / steps[0].num_positions
     for one in steps[1:]:
-        assert one.peak_bytes / one.num_positions <= 1.25 * first
+        assert one.peak_bytes / one.num_positions <= 1.6 * first
 
 
 def test_many_sequences(pool: Pool) -> None:

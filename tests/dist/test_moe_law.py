@@ -123,6 +123,7 @@ def test_more_micro_batches_change_nothing(layout: Layout, measure: Measure, ref
     assert_lawful(f"{layout} x{ranks[0].num_micro_batches}", ranks, reference)
 
 
+@pytest.mark.law
 @pytest.mark.parametrize("layout", [Layout(dp=4), *SMALL, Layout(tp=2, pp=2, sp=True, ep=2)], ids=str)
 def test_the_balance_loss_is_the_mean_over_micro_batches_in_every_layout(
     layout: Layout, measure: Measure, balanced_reference: Measured
@@ -146,6 +147,7 @@ def test_every_expert_is_trained(reference: Measured) -> None:
     assert all(np.linalg.norm(gradient) > 1e-4 for gradient in reference.gradients.values())
 
 
+@pytest.mark.law
 @pytest.mark.parametrize("mutant", CAUGHT)
 def test_the_law_catches(mutant: str, measure: Measure, reference: Measured, balanced_reference: Measured) -> None:
     layout, coefficient, name = CAUGHT[mutant]
