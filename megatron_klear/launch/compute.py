@@ -36,7 +36,7 @@ def active_parameters(job: Job, layer: LayerParameters) -> float:
     """Parameters of a layer that one token is multiplied with, over all ranks."""
     experts = num_experts(job.shape)
     chosen = int(job.shape.model_dump()["num_experts_per_tok"]) / experts if experts else 0.0
-    return layer.split + layer.key_value + layer.router + layer.experts * chosen
+    return layer.split + layer.router + layer.experts * chosen
 
 
 def trained_share(job: Job) -> float:

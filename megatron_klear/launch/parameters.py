@@ -13,7 +13,6 @@ from megatron_klear.launch.layout import Layout
 VOCAB_ROWS_MULTIPLE = 16
 
 _LAYER = re.compile(r"model\.layers\.(\d+)\.(.*)\.weight")
-_KEY_VALUE = ("self_attn.k_proj", "self_attn.v_proj")
 
 
 @dataclass(slots=True)
@@ -21,9 +20,7 @@ class LayerParameters:
     """Parameters of one layer, by how ranks share them. `mlp` is the part of `split` in a dense MLP."""
 
     split: int = 0
-    """Linear layers, cut over the tensor-parallel ranks."""
-    key_value: int = 0
-    """Key and value projections: cut, but a rank holds at least one head."""
+    """Linear layers, cut over the tensor-parallel ranks, whatever their number of KV heads."""
     whole: int = 0
     """Norms and routers, on every rank."""
     experts: int = 0
@@ -75,8 +72,6 @@ def _add(layer: LayerParameters, name: str, size: int, *, is_norm: bool) -> None
         layer.router += size
     elif name.startswith("mlp.experts."):
         layer.experts += size
-    elif name in _KEY_VALUE:
-        layer.key_value += size
     else:
         layer.split += size
         layer.mlp += size if name.startswith("mlp.") else 0
@@ -115,12 +110,11 @@ class RankParameters:
 def rank_parameters(shape: Qwen3Shape, model: ModelParameters, layout: Layout, stage: int) -> RankParameters:
     """Parameters of each rank of this stage (all tensor-, context- and data-parallel ranks hold as many)."""
     layers = [model.layers[i] for i in layout.stages[stage]]
-    key_value_ranks = min(layout.tensor, shape.num_key_value_heads)
     rows = padded_vocab_size(shape.vocab_size, layout.tensor) // layout.tensor * shape.hidden_size
     is_first, is_last = stage == 0, stage == layout.pipeline - 1
     shares_embedding = shape.tie_word_embeddings and is_first
     return RankParameters(
-        layers=sum(one.split // layout.tensor + one.key_value // key_value_ranks + one.whole for one in layers),
+        layers=sum(one.split // layout.tensor + one.whole for one in layers),
         experts=sum(one.experts for one in layers) // layout.expert,
         embedding=rows if is_first else 0,
         head=rows if is_last and not shares_embedding else 0,

@@ -16,6 +16,8 @@ LENGTHS = [20, 30, 38]
 LAYOUTS = [
     (Layout(), False, "float32", True),
     (Layout(tp=2), False, "float32", True),
+    # More ranks than KV heads.
+    (Layout(tp=4), False, "float32", True),
     (Layout(pp=2), False, "bfloat16", True),
     (Layout(pp=2), True, "float32", False),
     (Layout(tp=2, pp=2), True, "bfloat16", True),
