@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import math
 import re
 import sys
 from collections.abc import Callable, Sequence
@@ -26,6 +25,7 @@ from megatron_klear.checkpoint.folder import (
 from megatron_klear.checkpoint.lock import folder_lock
 from megatron_klear.checkpoint.manifest import POLICY, Manifest, ModelEntry, find_damage, read_manifest
 from megatron_klear.checkpoint.retention import Retention
+from megatron_klear.config.check import num_parameters
 from megatron_klear.errors import CheckpointError
 
 ACCURACY = "eval/accuracy"
@@ -228,11 +228,10 @@ def _description(path: Path, manifest: Manifest) -> str:
 
 def _model(entry: ModelEntry, dtype: str) -> str:
     shape = entry.shape
-    num_parameters = sum(math.prod(tensor) for tensor in shape.tensor_shapes().values())
     optimizer = "weights only" if entry.optimizer is None else f"with {entry.optimizer} optimizer"
     return (
         f"{shape.model_type}, {shape.num_hidden_layers} layers, hidden {shape.hidden_size}, vocabulary"
-        f" {shape.vocab_size}, {num_parameters:,} parameters in {dtype}, version {entry.version}, {optimizer}"
+        f" {shape.vocab_size}, {num_parameters(shape):,} parameters in {dtype}, version {entry.version}, {optimizer}"
     )
 
 

@@ -141,9 +141,9 @@ def _state(part: ModelPart, *, is_loading: bool) -> dict[str, Any]:
 
 
 def _strategy(context: ParallelContext) -> Any:
-    """Megatron's own; with replicas, each writes a share of what they all hold."""
+    """Megatron's own; of ranks that hold the same weights, each writes a share."""
     strategy = TorchDistSaveShardedStrategy("torch_dist", 1)
-    if context.topology.data_size == 1:
+    if context.groups.data.size() == 1:
         return strategy
     return FullyParallelSaveStrategyWrapper(strategy, context.groups.data)
 

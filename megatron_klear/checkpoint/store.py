@@ -284,9 +284,9 @@ class CheckpointStore:
         if self.context.is_main:
             warnings.warn(f"{told}: from here on it has the latter", stacklevel=4)
 
-    def load_weights(self, stage: ModelStage, *, verify: bool = True, any_rope: bool = False) -> None:
+    def load_weights(self, stage: ModelStage, *, any_rope: bool = False) -> None:
         """The policy's weights of the newest checkpoint, and nothing else."""
-        self.load(ModelPart(stage), self.open(verify=verify), any_rope=any_rope)
+        self.load(ModelPart(stage), self.open(), any_rope=any_rope)
 
     def restore_rng(self, saved: Saved) -> bool:
         """Random state of this rank, where the checkpoint was written from the same layout; else False."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -11,6 +12,15 @@ from pydantic import AliasChoices, BaseModel, ConfigDict, Field, ValidationError
 from megatron_klear.config.base import Config, NonNegativeFloat, PositiveInt
 from megatron_klear.config.rope import RopeConfig, gather_rope
 from megatron_klear.errors import CheckpointError
+
+# Vocabulary rows are padded so that each tensor-parallel rank holds a multiple of this many.
+VOCAB_ROWS_MULTIPLE = 16
+
+
+def padded_vocab_size(vocab_size: int, tensor_size: int) -> int:
+    """Vocabulary size that splits evenly into multiples of VOCAB_ROWS_MULTIPLE rows a rank."""
+    multiple = VOCAB_ROWS_MULTIPLE * tensor_size
+    return math.ceil(vocab_size / multiple) * multiple
 
 
 class ModelConfig(Config):

@@ -12,7 +12,6 @@ from typing import Literal
 
 from megatron_klear.config.model import Qwen3Shape
 from megatron_klear.config.recipe import ParallelConfig
-from megatron_klear.launch.layout import num_experts
 
 BYTES = {"bfloat16": 2, "float32": 4}
 
@@ -162,13 +161,12 @@ def _attention_bytes(
 
 def _expert_bytes(shape: Qwen3Shape, tokens: int, parallel: ParallelConfig, e: int) -> int:
     """Experts of a layer under even routing, each whole on one rank. Not yet compared with a count."""
-    fields = shape.model_dump()
     # Each token goes to so many experts; tensor-parallel ranks share the rows.
-    rows = tokens * int(fields["num_experts_per_tok"]) // parallel.tensor_model_parallel_size
+    rows = tokens * shape.num_experts_per_tok // parallel.tensor_model_parallel_size
     # The row sent [H], the MLP's [3F], the row returned [H].
-    moved = rows * (2 * shape.hidden_size + 3 * int(fields["moe_intermediate_size"])) * e
+    moved = rows * (2 * shape.hidden_size + 3 * shape.moe_intermediate_size) * e
     # Router: logits and probabilities of all experts in float32.
-    return moved + 2 * 4 * tokens // _sequence_shards(parallel) * num_experts(shape)
+    return moved + 2 * 4 * tokens // _sequence_shards(parallel) * shape.num_experts
 
 
 def final_norm_bytes(shape: Qwen3Shape, tokens: int, parallel: ParallelConfig, dtype: str) -> int:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from megatron_klear.config.model import padded_vocab_size
 from megatron_klear.launch.activations import Widths
 from megatron_klear.launch.hardware import EFFICIENCIES
 from megatron_klear.launch.job import Job
-from megatron_klear.launch.layout import num_experts
-from megatron_klear.launch.parameters import LayerParameters, padded_vocab_size
+from megatron_klear.launch.parameters import LayerParameters
 from megatron_klear.launch.traffic import again_fraction
 
 # Norms, rotations, silu and residuals are separate kernels: each saved tensor is written once and read by a few of
@@ -34,8 +34,7 @@ class PassSeconds:
 
 def active_parameters(job: Job, layer: LayerParameters) -> float:
     """Parameters of a layer that one token is multiplied with, over all ranks."""
-    experts = num_experts(job.shape)
-    chosen = int(job.shape.model_dump()["num_experts_per_tok"]) / experts if experts else 0.0
+    chosen = job.shape.num_experts_per_tok / job.shape.num_experts if job.shape.num_experts else 0.0
     return layer.split + layer.router + layer.experts * chosen
 
 

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 from megatron_klear.config.layers import layers_by_stage
 from megatron_klear.config.model import Qwen3Shape
 from megatron_klear.config.recipe import ParallelConfig
 from megatron_klear.config.rules_parallel import layout_faults, replica_size
-from megatron_klear.errors import ConfigError, Fault
+from megatron_klear.errors import ConfigError
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,14 +54,9 @@ class Layout:
         return " ".join([*parts, *(["sp"] if self.sequence_parallel else [])])
 
 
-def num_experts(shape: Qwen3Shape) -> int:
-    """Experts of a layer; 0 for a dense model."""
-    return int(shape.model_dump().get("num_experts") or 0)
-
-
 def layout_of(parallel: ParallelConfig, shape: Qwen3Shape, num_gpus: int) -> Layout:
     """The layout on so many GPUs. Raises `ConfigError` with the arithmetic of what does not divide."""
-    faults = [*layout_faults(parallel, shape, num_gpus), *_experts_divide(parallel, shape, num_gpus)]
+    faults = layout_faults(parallel, shape, num_gpus)
     if faults:
         raise ConfigError("\n  ".join([f"this layout cannot run on {num_gpus} GPUs:", *map(str, faults)]), faults)
     stages = layers_by_stage(shape.num_hidden_layers, parallel)
@@ -76,17 +70,3 @@ def layout_of(parallel: ParallelConfig, shape: Qwen3Shape, num_gpus: int) -> Lay
         sequence_parallel=parallel.sequence_parallel,
         stages=tuple(tuple(layer for chunk in own for layer in chunk) for own in stages),
     )
-
-
-def _experts_divide(parallel: ParallelConfig, shape: Qwen3Shape, num_gpus: int) -> Iterator[Fault]:
-    size, experts = parallel.expert_model_parallel_size, num_experts(shape)
-    key = "parallel.expert_model_parallel_size"
-    if size == 1:
-        return
-    if not experts:
-        yield Fault(key, size, "this model has no experts", "leave it out")
-    elif experts % size:
-        yield Fault(key, size, f"does not divide the model's {experts} experts")
-    ranks = num_gpus // parallel.pipeline_model_parallel_size
-    if ranks % size:
-        yield Fault(key, size, f"does not divide the {ranks} ranks of a pipeline stage, which share the experts")

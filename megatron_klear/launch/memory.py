@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megatron_klear.config.model import Qwen3Shape
+from megatron_klear.config.model import Qwen3Shape, padded_vocab_size
 from megatron_klear.config.recipe import Recipe, RlRecipe
 from megatron_klear.launch.activations import (
     Widths,
@@ -14,7 +14,7 @@ from megatron_klear.launch.activations import (
 )
 from megatron_klear.launch.job import Job
 from megatron_klear.launch.layout import Layout
-from megatron_klear.launch.parameters import RankParameters, padded_vocab_size, rank_parameters
+from megatron_klear.launch.parameters import RankParameters, rank_parameters
 from megatron_klear.launch.workload import MEAN_PROMPT
 
 GIB = 1024**3

@@ -6,11 +6,8 @@ import math
 import re
 from dataclasses import dataclass
 
-from megatron_klear.config.model import Qwen3Shape
+from megatron_klear.config.model import Qwen3Shape, padded_vocab_size
 from megatron_klear.launch.layout import Layout
-
-# As models/build.py: each tensor-parallel rank holds a multiple of this many vocabulary rows. A test compares the two.
-VOCAB_ROWS_MULTIPLE = 16
 
 _LAYER = re.compile(r"model\.layers\.(\d+)\.(.*)\.weight")
 
@@ -75,12 +72,6 @@ def _add(layer: LayerParameters, name: str, size: int, *, is_norm: bool) -> None
     else:
         layer.split += size
         layer.mlp += size if name.startswith("mlp.") else 0
-
-
-def padded_vocab_size(vocab_size: int, tensor_size: int) -> int:
-    """Vocabulary rows in all, after padding."""
-    multiple = VOCAB_ROWS_MULTIPLE * tensor_size
-    return math.ceil(vocab_size / multiple) * multiple
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,6 @@ from typing import Any
 from megatron_klear.config.recipe import RlRecipe
 from megatron_klear.errors import ConfigError
 from megatron_klear.launch.job import Job, job_of
-from megatron_klear.launch.layout import num_experts
 from megatron_klear.launch.predict import Prediction, predict
 from megatron_klear.launch.variants import changed, difference, is_allowed
 
@@ -127,7 +126,7 @@ def _powers(most: int) -> list[int]:
 
 
 def _grid(job: Job) -> Iterator[dict[str, Any]]:
-    num_gpus, experts = job.layout.num_gpus, num_experts(job.shape)
+    num_gpus, experts = job.layout.num_gpus, job.shape.num_experts
     tensors = _powers(min(num_gpus, job.gpu.per_node))
     pipelines = _powers(min(num_gpus, job.shape.num_hidden_layers))
     contexts = _powers(min(num_gpus, 16))

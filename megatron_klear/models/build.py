@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -22,15 +21,12 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from megatron_klear.config.layers import layers_by_stage
-from megatron_klear.config.model import Qwen3Shape
+from megatron_klear.config.model import Qwen3Shape, padded_vocab_size
 from megatron_klear.config.recipe import ParallelConfig
 from megatron_klear.models.qwen3.attention import packed_sequences
 from megatron_klear.models.qwen3.moe import mark_experts
 from megatron_klear.models.qwen3.spec import qwen3_block, qwen3_config, recomputes_norms
 from megatron_klear.types import MicroBatch, Topology
-
-# Vocabulary rows are padded so that each tensor-parallel rank holds a multiple of this many.
-VOCAB_ROWS_MULTIPLE = 16
 
 VALUE_HEAD = "value_head.weight"
 
@@ -123,7 +119,7 @@ class ModelStage:
 
     def parameters(self) -> list[torch.nn.Parameter]:
         """All of them."""
-        return [parameter for _, parameter in self.named_parameters()]
+        return [parameter for chunk in self.chunks for parameter in chunk.core.parameters()]
 
     def stage_of(self, layer: int) -> int:
         """Pipeline rank that holds a layer."""
@@ -143,12 +139,6 @@ class ModelStage:
 
 _LAYER = re.compile(r"^(decoder\.layers\.)(\d+)\.")
 _EXPERT = re.compile(r"(\.local_experts\.)(\d+)\.")
-
-
-def padded_vocab_size(vocab_size: int, tensor_size: int) -> int:
-    """Vocabulary size that splits evenly into multiples of VOCAB_ROWS_MULTIPLE rows a rank."""
-    multiple = VOCAB_ROWS_MULTIPLE * tensor_size
-    return math.ceil(vocab_size / multiple) * multiple
 
 
 def build_stage(

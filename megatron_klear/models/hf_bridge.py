@@ -14,8 +14,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from megatron_klear.config.model import padded_vocab_size
 from megatron_klear.errors import CheckpointError
-from megatron_klear.models.build import VALUE_HEAD, ModelStage, padded_vocab_size
+from megatron_klear.models.build import VALUE_HEAD, ModelStage
 from megatron_klear.parallel.broadcast import gather_objects, gather_shards
 from megatron_klear.parallel.topology import ParallelContext
 from megatron_klear.types import Topology

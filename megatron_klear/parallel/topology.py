@@ -31,8 +31,6 @@ class Groups:
     """The ranks that hold the same part of the model and of their sequences, one a replica."""
     data: dist.ProcessGroup
     """The ranks that hold the same part of the model: all over which losses and gradients are summed."""
-    model: dist.ProcessGroup
-    """Those of one copy of the model, tensor ranks within stages."""
     replica: dist.ProcessGroup
     """Those that see the same samples: a copy of the model for each context rank."""
 
@@ -154,5 +152,4 @@ def _groups(config: ParallelConfig, world_size: int) -> Groups:
         replicas=real(parallel_state.get_data_parallel_group()),
         data=real(parallel_state.get_data_parallel_group(with_context_parallel=True)),
         replica=_replica_group(config, world_size),
-        model=real(parallel_state.get_model_parallel_group()),
     )

@@ -17,7 +17,8 @@ from torch import Tensor
 from dist.world import Layout, World, world
 from helpers.tiny_qwen3 import hf_config
 from megatron_klear.config.model import Qwen3Shape
-from megatron_klear.models.build import DTYPES, ModelStage, build_stage, padded_vocab_size
+from megatron_klear.config.model import padded_vocab_size
+from megatron_klear.models.build import DTYPES, ModelStage, build_stage
 from megatron_klear.models.hf_bridge import export_weights, import_weights
 from megatron_klear.models.qwen3.hf_map import qwen3_table
 from megatron_klear.parallel.device import megatron_scope

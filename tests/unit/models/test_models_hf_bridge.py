@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers import Qwen3ForCausalLM
 
 from helpers.tiny_qwen3 import hf_config, tiny_shape
-from megatron_klear.models.build import VOCAB_ROWS_MULTIPLE, padded_vocab_size
+from megatron_klear.config.model import VOCAB_ROWS_MULTIPLE, padded_vocab_size
 from megatron_klear.models.hf_bridge import (
     ColumnSlices,
     GatedMlp,
