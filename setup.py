@@ -50,7 +50,17 @@ EXTRAS = {
     "vllm": ["vllm"],
     "sglang": ["sglang"],
     # setuptools and wheel: the packaging test builds a wheel without a network. nodejs: pyright runs on it.
-    "dev": ["pytest", "hypothesis", "ruff", "pyright[nodejs]", "build", "setuptools>=77", "wheel"],
+    # triton: its interpreter runs the kernels' tests on a CPU.
+    "dev": [
+        "pytest",
+        "hypothesis",
+        "ruff",
+        "pyright[nodejs]",
+        "build",
+        "setuptools>=77",
+        "wheel",
+        "triton; sys_platform == 'linux'",
+    ],
 }
 
 setup(

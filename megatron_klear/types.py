@@ -187,6 +187,10 @@ class MicroBatch:
     policy_weights: Tensor = field(init=False)  # engine correction, 1 without one
     values: Tensor = field(init=False)
     returns: Tensor = field(init=False)
+    # Set by the head before the first forward: positions with a loss [R] int64, those that may have a gradient first,
+    # and how many these are (a number of the host, so that nothing waits for the device).
+    loss_rows: Tensor | None = field(init=False, default=None)
+    num_gradient_rows: int = field(init=False, default=0)
     # Set by parallel/context.py where sequences are shared by several ranks.
     own_rows: Tensor | None = field(init=False, default=None)  # [T/cp] int64
     sum_over_context: Callable[[Tensor], Tensor] = field(init=False, default=_itself)

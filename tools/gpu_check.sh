@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Shows on a CUDA machine that the GPU tests pass and that a short RL run works, in at most ten minutes.
+# Shows on a CUDA machine that the GPU tests pass and that a short RL run works, and runs the kernels' benchmarks, in at
+# most ten minutes.
 #
 #   tools/gpu_check.sh
 #
@@ -23,6 +24,7 @@ wheels=${WHEELS:-wheels}
 results=${OUT:-benchmarks/results}
 limit_s=600
 smoke_limit_s=180
+benchmark_limit_s=120
 
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
@@ -131,9 +133,14 @@ version_rows=$(versions)
 # Exit status 5 of pytest (no test has the mark) counts as a failure: nothing would have been shown.
 phase "gpu tests" "$limit_s" "$python" -m pytest -q -m gpu tests
 phase "rl smoke run" "$smoke_limit_s" "$python" examples/quickstart/run.py --smoke
+phase "fused loss" "$benchmark_limit_s" "$python" benchmarks/fused_loss.py --out "$results"
+phase "small kernels" "$benchmark_limit_s" "$python" benchmarks/small_kernels.py
 
 table=$results/gpu_check-$(date -u '+%Y%m%d-%H%M%S').md
 write_table >"$table"
+for name in fused_loss small_kernels; do
+  printf '\n## %s\n\n```\n%s\n```\n' "$name" "$(cat "$logs/gpu_check-$name.log")" >>"$table"
+done
 printf '\n'
 cat "$table"
 exit "$failed"

@@ -1,1 +1,1 @@
-"""Kernels of megatron-klear: from hidden states to log-probs and policy losses. Knows nothing of Megatron."""
+"""Kernels of megatron-klear: hidden states to policy losses, norms, SwiGLU, rotation. Knows nothing of Megatron."""

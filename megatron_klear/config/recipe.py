@@ -70,6 +70,15 @@ class ParallelConfig(Config):
     """How long a collective may wait before the run fails."""
 
 
+class HeadConfig(Config):
+    """The output layer with its loss (docs/kernels.md)."""
+
+    path: Literal["auto", "eager", "triton", "triton_scaled_exp"] = "auto"
+    """Which code runs: auto takes Triton kernels on CUDA, plain torch elsewhere; a path that cannot run is an error."""
+    chunk_bytes: PositiveInt | None = None
+    """Most bytes of logits held at a time; 48 MiB on a CPU, 2400 MiB on a GPU if not given."""
+
+
 class OptimizerConfig(Config):
     """AdamW and its learning-rate schedule."""
 
@@ -279,6 +288,7 @@ class _Recipe(Config):
     run: RunConfig
     model: ModelConfig
     parallel: ParallelConfig = ParallelConfig()
+    head: HeadConfig = HeadConfig()
     optimizer: OptimizerConfig
     batch: BatchConfig
     eval: EvalConfig = EvalConfig()

@@ -23,6 +23,7 @@ _FREE = {
     # How the work is split: the same sums in another order.
     "parallel",
     "batch.max_tokens_per_gpu",
+    "head",
     # Where the optimizer waits.
     "optimizer.optimizer_cpu_offload",
     # What is only watched: it stops a run or describes it, and teaches it nothing.

@@ -66,17 +66,23 @@ def forward_seconds(job: Job, stage: int) -> PassSeconds:
     attended = 2 * Widths.of(job.shape, tensor).query * job.work.mean_attended * job.tokens * len(layers)
     plain = job.parallel.model_copy(update={"recompute_granularity": None})
     saved = job.saved_bytes(stage, int(job.tokens), plain)
-    head = 0.0
-    if stage == job.layout.pipeline - 1:
-        rows = padded_vocab_size(job.shape.vocab_size, tensor) / tensor
-        # In float32 whatever the model's type: log-probs are promised to 1e-4.
-        head = 2 * rows * job.shape.hidden_size * trained_share(job) * job.tokens
     return PassSeconds(
         matmul / _matmul_rate(job),
         attended / (job.gpu.bf16_flops * EFFICIENCIES.attention),
         ELEMENTWISE_FORWARD * saved / (job.gpu.hbm_bytes_per_s * EFFICIENCIES.hbm),
-        head / (job.gpu.float32_flops * EFFICIENCIES.float32),
+        # float32 logits are written and read once.
+        _head_seconds(job, stage, num_products=1, bytes_per_logit=8),
     )
+
+
+def _head_seconds(job: Job, stage: int, *, num_products: int, bytes_per_logit: int) -> float:
+    """The output layer on positions with a loss: its matrix products, and what passes over its logits move."""
+    if stage != job.layout.pipeline - 1:
+        return 0.0
+    columns = padded_vocab_size(job.shape.vocab_size, job.layout.tensor) / job.layout.tensor
+    logits = columns * trained_share(job) * job.tokens
+    products = num_products * 2 * logits * job.shape.hidden_size / _matmul_rate(job)
+    return products + bytes_per_logit * logits / (job.gpu.hbm_bytes_per_s * EFFICIENCIES.hbm)
 
 
 def backward_seconds(job: Job, stage: int) -> PassSeconds:
@@ -94,6 +100,7 @@ def backward_seconds(job: Job, stage: int) -> PassSeconds:
         # The fused backward computes the scores again: five products instead of two.
         attention=(2.5 + again_attention) * forward.attention,
         elementwise=(ELEMENTWISE_BACKWARD / ELEMENTWISE_FORWARD + again_elementwise) * forward.elementwise,
-        # Logits again, and the gradients of both factors.
-        head=3 * forward.head,
+        # The gradients of both factors. They are made in the forward, but only where something is trained: what a
+        # forward without gradient does not have is counted here. float32 logits are read and their gradient written.
+        head=_head_seconds(job, stage, num_products=2, bytes_per_logit=4 + job.e),
     )

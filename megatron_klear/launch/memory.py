@@ -22,8 +22,8 @@ GIB = 1024**3
 CONTEXT_BYTES = int(1.6 * GIB)
 # Freed blocks that the allocator cannot use: a share of what is not weights, gradients and optimizer.
 FRAGMENTATION = 0.10
-# Logits that the head holds at a time, as in its kernel; the backward holds them and two products of the same size.
-HEAD_CHUNK_BYTES = 48 * 1024**2
+# Logits that the head holds at a time on a GPU unless a recipe says otherwise, as in its kernel.
+HEAD_CHUNK_BYTES = 2400 * 1024**2
 
 # Answers that the engine of an sft run decodes at a time when it evaluates.
 SFT_EVALUATION_SLOTS = 256
@@ -134,16 +134,17 @@ def _activations(job: Job, stage: int, flight: float) -> int:
 
 
 def _head(job: Job, stage: int) -> int:
-    """The chunked output layer in its backward, on the last stage."""
+    """The output layer and its loss, on the last stage."""
     if stage != job.layout.pipeline - 1:
         return 0
-    weight = padded_vocab_size(job.shape.vocab_size, job.layout.tensor) // job.layout.tensor * job.shape.hidden_size
-    e = job.e
-    # Hidden states of all positions, the rows with a loss, and the gradient of each.
-    hidden = 4 * job.most_tokens * job.shape.hidden_size * e
-    # The weight's gradient in float32; from bfloat16 also the weight in float32 and the gradient rounded.
-    of_weight = weight * (4 if e == 4 else 10)
-    return hidden + of_weight + 3 * HEAD_CHUNK_BYTES
+    width, e = job.shape.hidden_size, job.e
+    columns = padded_vocab_size(job.shape.vocab_size, job.layout.tensor) // job.layout.tensor
+    logits = min(job.recipe.head.chunk_bytes or HEAD_CHUNK_BYTES, job.most_tokens * columns * 4)
+    # Of a chunk, its hidden states and their gradient; of all positions, hidden states gathered from the tensor ranks
+    # and their gradient, and a few numbers each.
+    hidden = 2 * (logits // (4 * columns) + job.most_tokens) * width * e + 24 * job.most_tokens
+    # The weight's gradient is added to Megatron's buffer; what autograd is given for it are zeros.
+    return logits + hidden + columns * width * e
 
 
 def _working(job: Job) -> int:

@@ -31,6 +31,9 @@ from megatron_klear_kernels.linear_policy_loss.coefficients import (
 class ClippedLoss:
     """A token-level clipped loss; the subclasses name their rule and their source."""
 
+    joins_tokens = False
+    """Whether a token's ratio depends on others of its sequence."""
+
     def __init__(self, rule: ClipRule) -> None:
         self.rule = rule
 
@@ -41,10 +44,6 @@ class ClippedLoss:
     def coefficients(self, current: Tensor, micro_batch: MicroBatch) -> PolicyCoefficients:
         """Weights [T] under the current log-probs [T]."""
         return policy_coefficients(self.log_ratio(current, micro_batch), micro_batch.advantages, self.rule)
-
-    def value(self, coefficients: PolicyCoefficients, current: Tensor) -> Tensor:
-        """[T] what the loss number is made of: loss = -value * advantage."""
-        return coefficients.value
 
 
 class PpoLoss(ClippedLoss):
@@ -86,16 +85,14 @@ class CispoLoss(ClippedLoss):
     def __init__(self, config: CispoLossConfig) -> None:
         super().__init__(ClipRule(config.eps_clip, config.eps_clip_high, two_sided=True))
 
-    def value(self, coefficients: PolicyCoefficients, current: Tensor) -> Tensor:
-        """The log-prob itself stands in the loss, weighed."""
-        return coefficients.value * current.detach()
-
 
 class GspoLoss(ClippedLoss):
     """One ratio a sequence: exp of the mean log-ratio of its trained tokens (arXiv 2507.18071 Eq. 5-7).
 
     d/dl_t of w sum_t' s = w |y| (s / |y|) = w s: scales are equal inside a sequence, so each token's weight is s.
     """
+
+    joins_tokens = True
 
     def __init__(self, config: GspoLossConfig) -> None:
         super().__init__(ClipRule(config.eps_clip, config.eps_clip_high))

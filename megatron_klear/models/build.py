@@ -134,7 +134,9 @@ class ModelStage:
             rope=self.shape.rope,
             dtype=self.core.config.params_dtype,
         )
-        return module(micro_batch.token_ids[None], None, None, packed_seq_params=sequences)
+        # Megatron's wrapper for bfloat16 would hand out a float32 copy, which the head has no use for.
+        as_it_is = {"fp32_output": False} if self.core.config.params_dtype == torch.bfloat16 else {}
+        return module(micro_batch.token_ids[None], None, None, packed_seq_params=sequences, **as_it_is)
 
 
 _LAYER = re.compile(r"^(decoder\.layers\.)(\d+)\.")

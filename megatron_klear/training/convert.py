@@ -30,7 +30,7 @@ from megatron_klear.parallel.context import split_batch, whole_rows
 from megatron_klear.parallel.device import megatron_scope
 from megatron_klear.parallel.topology import ParallelContext, parallel_context
 from megatron_klear.training.forward import run_schedule
-from megatron_klear.training.head import Head
+from megatron_klear.training.head import Head, HeadSettings
 from megatron_klear.types import Prompt, Sample
 
 # float32 logits of two implementations differ by rounding; a wrong mapping differs by whole units.
@@ -76,7 +76,7 @@ def megatron_logits(stage: ModelStage, rows: Sequence[Tensor], context: Parallel
     (batch,) = pack(samples, spec)
     ints, floats = (part.to(context.device.torch_device) for part in flatten(batch))
     (micro_batch,) = split_batch(unflatten(ints, floats), context).micro_batches
-    head = Head(stage, context.groups, temperature=1.0)
+    head = Head(stage, context.groups, HeadSettings())
     with megatron_scope(context.device):
         outputs = run_schedule(
             stage,

@@ -16,7 +16,7 @@ from megatron_klear.models.hf_bridge import export_weights
 from megatron_klear.models.qwen3.hf_map import qwen3_table
 from megatron_klear.parallel.topology import ParallelContext
 from megatron_klear.protocols import PolicyLoss
-from megatron_klear.training.head import Head
+from megatron_klear.training.head import Head, HeadSettings
 from megatron_klear.training.learner import Learner, LearnerSettings, Trainable, build_trainable
 from megatron_klear.types import LossOutput, MicroBatch, StepReport, TokenStats, TrainBatch
 
@@ -36,9 +36,7 @@ class Policy(Learner):
         self, trainable: Trainable, context: ParallelContext, settings: LearnerSettings, *, head: HeadSettings
     ) -> None:
         super().__init__(trainable, context, settings)
-        self.head = Head(
-            self.stage, context.groups, temperature=head.temperature, entropy_gradient=head.entropy_gradient
-        )
+        self.head = Head(self.stage, context.groups, head)
         self.table = qwen3_table(self.stage.shape)
 
     def stats(self, batch: TrainBatch) -> list[TokenStats]:
@@ -50,24 +48,16 @@ class Policy(Learner):
         logprobs: list[Tensor] = []
 
         def loss_of(hidden: Tensor, micro_batch: MicroBatch) -> LossOutput:
-            stats = self.head(hidden, micro_batch)
-            logprobs.append(stats.logprobs.detach())
-            output = loss(stats, micro_batch)
-            return LossOutput(output.loss, output.metrics | _stats_metrics(stats, micro_batch))
+            judged = self.head.judge(hidden, micro_batch, loss)
+            logprobs.append(judged.stats.logprobs.detach())
+            output = judged.output
+            return LossOutput(output.loss, output.metrics | _stats_metrics(judged.stats, micro_batch))
 
         return UpdateOutcome(self.step(batch, loss_of, name="train/loss"), logprobs)
 
     def export_weights(self) -> Iterator[tuple[str, Tensor]]:
         """Full tensors under Hugging Face names on rank 0. Collective: every rank must exhaust it."""
         return export_weights(self.stage, self.table, self.context)
-
-
-@dataclass(frozen=True, slots=True)
-class HeadSettings:
-    """Temperature of the log-probs, and whether the loss needs the entropy's gradient (an entropy bonus)."""
-
-    temperature: float = 1.0
-    entropy_gradient: bool = False
 
 
 def _stats_metrics(stats: TokenStats, micro_batch: MicroBatch) -> dict[str, Metric]:
@@ -82,7 +72,7 @@ def build_policy(
     fill: Callable[[ModelStage], None],
     context: ParallelContext,
     settings: LearnerSettings,
-    head: HeadSettings = HeadSettings(),
+    head: HeadSettings = HeadSettings(),  # noqa: B008  frozen
 ) -> Policy:
     """A policy whose weights `fill` sets."""
     return Policy(build_trainable(shape, fill, context, settings), context, settings, head=head)

@@ -32,9 +32,9 @@ from megatron_klear.training.command import recipe_of
 from megatron_klear.training.companions import build_companions
 from megatron_klear.training.credit import gae_advantages, penalised_advantages
 from megatron_klear.training.evaluate import readable_prompts
+from megatron_klear.training.head import HeadSettings
 from megatron_klear.training.health import ConstantRewardAlarm, check_engine_agrees, check_first_update
 from megatron_klear.training.observe import record_samples
-from megatron_klear.training.policy import HeadSettings
 from megatron_klear.training.run import Run, loop, open_run, pack_spec
 from megatron_klear.types import Prompt, RolloutBatch, Sample, StepReport, TrainBatch
 
@@ -229,13 +229,24 @@ def _load_prompts(run: Run, recipe: RlRecipe) -> PromptSource | None:
     return PromptSource(kept.prompts, stream)
 
 
+def _head_settings(recipe: RlRecipe) -> HeadSettings:
+    # A loss of your own may use the entropy; without a gradient it would do so in vain.
+    bonus = isinstance(recipe.loss, UserLossConfig) or recipe.loss.entropy_coef > 0
+    # Advantages are final when packed, unless a critic or a penalty in the reward makes them later.
+    final = recipe.advantage.type != "gae" and recipe.kl.kl_coef == 0
+    return HeadSettings(
+        recipe.rollout.rollout_temperature,
+        entropy_gradient=bonus,
+        advantage_decides=final and not bonus,
+        path=recipe.head.path,
+        chunk_bytes=recipe.head.chunk_bytes,
+    )
+
+
 def train(recipe: RlRecipe) -> None:
     """Run a recipe to its end, on every rank."""
     decay_iters = recipe.optimizer.lr_decay_iters or 1
-    # A loss of your own may use the entropy; without a gradient it would do so in vain.
-    bonus = isinstance(recipe.loss, UserLossConfig) or recipe.loss.entropy_coef > 0
-    head = HeadSettings(recipe.rollout.rollout_temperature, entropy_gradient=bonus)
-    with open_run(recipe, decay_iters=decay_iters, head=head) as run:
+    with open_run(recipe, decay_iters=decay_iters, head=_head_settings(recipe)) as run:
         trainer = RlTrainer(run, recipe)
         run.push_weights()
 

@@ -42,13 +42,15 @@ from megatron_klear.training.folders import (
     save_folder,
     write_recipe,
 )
+from megatron_klear.training.head import HeadSettings
 from megatron_klear.training.health import NonFiniteGuard
 from megatron_klear.training.learner import LearnerSettings
-from megatron_klear.training.policy import HeadSettings, Policy, build_policy
+from megatron_klear.training.policy import Policy, build_policy
 from megatron_klear.training.saving import RunCheckpoints
 from megatron_klear.training.stopping import StopSignals
 from megatron_klear.types import TrainBatch
 from megatron_klear.weight_sync.inprocess import InProcessSync
+from megatron_klear_kernels.linear_policy_loss.paths import choose_path
 
 ACCURACY = "eval/accuracy"
 
@@ -126,7 +128,9 @@ class Run:
             flat = None if updates is None else [flatten(batch) for batch in updates[i]]
             ints = scatter_to_replicas(None if flat is None else [f[0] for f in flat], torch.int64, self.context)
             floats = scatter_to_replicas(None if flat is None else [f[1] for f in flat], torch.float32, self.context)
-            batches.append(split_batch(unflatten(ints, floats), self.context))
+            batch = split_batch(unflatten(ints, floats), self.context)
+            self.policy.head.choose_rows(batch.micro_batches)
+            batches.append(batch)
         return batches
 
 
@@ -135,7 +139,7 @@ def open_run(
     recipe: SftRecipe | RlRecipe,
     *,
     decay_iters: int,
-    head: HeadSettings = HeadSettings(),  # noqa: B008  frozen
+    head: HeadSettings,
 ) -> Iterator[Run]:
     """Everything a loop needs, on every rank. Goes on from a checkpoint where the recipe says so."""
     shape = model_shape(recipe.model)
@@ -163,6 +167,7 @@ def open_run(
             if context.is_main:
                 main = _open_main_side(recipe, shape, checkpoints, stack)
                 tqdm.write(str(attention_kernel(DTYPES[recipe.model.params_dtype])))
+                tqdm.write(str(choose_path(head.path, context.device.torch_device)))
         guard = NonFiniteGuard(recipe.health, Path(recipe.run.output_dir) / "nonfinite")
         checkpoints.add_state("guard", guard)
         if saved is not None and not store.restore_rng(saved) and context.is_main:

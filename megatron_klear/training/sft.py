@@ -11,6 +11,7 @@ from megatron_klear.data.sft import SftSet, load_sft
 from megatron_klear.losses.terms import SftLoss
 from megatron_klear.parallel.broadcast import main_first
 from megatron_klear.training.command import recipe_of
+from megatron_klear.training.head import HeadSettings
 from megatron_klear.training.run import Run, loop, open_run, pack_spec
 
 LINE = ("train/loss", "train/grad_norm", "train/lr", "train/num_tokens", "perf/step_time")
@@ -19,7 +20,8 @@ LINE = ("train/loss", "train/grad_norm", "train/lr", "train/num_tokens", "perf/s
 def train(recipe: SftRecipe) -> None:
     """Run a recipe to its end, on every rank."""
     decay_iters = recipe.optimizer.lr_decay_iters or recipe.train_iters
-    with open_run(recipe, decay_iters=decay_iters) as run:
+    head = HeadSettings(path=recipe.head.path, chunk_bytes=recipe.head.chunk_bytes)
+    with open_run(recipe, decay_iters=decay_iters, head=head) as run:
         with main_first():
             data, stream = _load_data(run, recipe)
         loss = SftLoss()

@@ -59,8 +59,13 @@ RESTRICTIONS = (
     ),
     Restriction(
         ("importlib.import_module", "builtins.__import__"),
-        ("megatron_klear.cli", "megatron_klear.rewards", "megatron_klear.losses.registry"),
-        "modules are loaded by name only for the command table and for a recipe's own reward or loss",
+        (
+            "megatron_klear.cli",
+            "megatron_klear.rewards",
+            "megatron_klear.losses.registry",
+            "megatron_klear_kernels.triton_support",
+        ),
+        "modules are loaded by name only for the command table, a recipe's own reward or loss, and optional kernels",
     ),
 )
 

@@ -39,8 +39,10 @@ from megatron_klear.models.qwen3.hf_map import qwen3_table
 from megatron_klear.parallel.broadcast import from_last_stage
 from megatron_klear.training.critic import Critic, build_critic, critic_shape
 from megatron_klear.training.learner import Trainable, build_trainable
-from megatron_klear.training.policy import HeadSettings, Policy
+from megatron_klear.training.head import HeadSettings
+from megatron_klear.training.policy import Policy
 from megatron_klear.types import MicroBatch, Prompt, Sample, TrainBatch
+from megatron_klear_kernels.linear_policy_loss.paths import PathName
 
 STILL = OptimizerConfig(lr=0.0, clip_grad=0.0)
 # A large eps keeps Adam from turning the rounding of a tiny gradient into a whole step.
@@ -117,6 +119,8 @@ class Variant:
     kv_heads: int = 8
     long: bool = False
     """Through the attention path of long sequences."""
+    path: PathName = "auto"
+    """Which code computes the output layer and the loss."""
 
     @property
     def learnt(self) -> tuple[str, bool, int]:
@@ -188,7 +192,15 @@ def _measure(here: World, variant: Variant, trainables: dict[Qwen3Shape, Trainab
     settings = here.settings(STILL, sharded_optimizer=False)
     if shape not in trainables:
         trainables[shape] = build_trainable(shape, random_fill(shape), here.context, settings)
-    head = HeadSettings(TEMPERATURE, entropy_gradient=case.loss.entropy_coef > 0)
+    bonus = case.loss.entropy_coef > 0
+    head = HeadSettings(
+        TEMPERATURE,
+        entropy_gradient=bonus,
+        advantage_decides=case.kl.kl_coef == 0 and not bonus,
+        path=variant.path,
+        # So small that there are several chunks.
+        chunk_bytes=16 * 4 * VOCAB_SIZE,
+    )
     policy = Policy(trainables[shape], here.context, settings, head=head)
     batch = _batch(here, variant, samples)
     _annotate(policy, batch, case)

@@ -32,7 +32,8 @@ from megatron_klear.models.qwen3.attention import packed_sequences
 from megatron_klear.parallel.device import megatron_scope
 from megatron_klear.training.learner import build_trainable
 from megatron_klear.training.offload import Offload
-from megatron_klear.training.policy import HeadSettings, Policy
+from megatron_klear.training.head import HeadSettings
+from megatron_klear.training.policy import Policy
 from megatron_klear.types import MicroBatch, Prompt, Sample
 
 STILL = OptimizerConfig(lr=0.0, clip_grad=0.0)

@@ -17,7 +17,8 @@ from megatron_klear.config.recipe import OptimizerConfig
 from megatron_klear.data.packing import PackSpec, pack
 from megatron_klear.models.qwen3.moe import Router
 from megatron_klear.parallel.context import split_batch
-from megatron_klear.training.policy import HeadSettings, Policy, build_policy
+from megatron_klear.training.head import HeadSettings
+from megatron_klear.training.policy import Policy, build_policy
 from megatron_klear.types import TrainBatch
 
 STILL = OptimizerConfig(lr=0.0, clip_grad=0.0)

@@ -40,7 +40,7 @@ def count(
         saved = 0
         if layout.pp == 1:
             with megatron_scope(here.context.device), saved_tensors(policy.stage) as tensors:
-                policy.stage.forward_hidden(policy.stage.core, micro_batch_of_lengths(lengths))
+                policy.stage.forward_hidden(policy.stage.chunks[-1].module, micro_batch_of_lengths(lengths))
             saved = tensors.num_bytes
         parameters = sum(parameter.numel() for parameter in policy.stage.parameters())
         return Counted(here.context.topology.pipeline_rank, parameters, _optimizer_bytes(policy), saved)

@@ -92,6 +92,14 @@ def _head_alone(learner: Learner, loss: PolicyLoss) -> PolicyLoss:
     return loss
 
 
+def _head_unheard(learner: Learner, loss: PolicyLoss) -> PolicyLoss:
+    """Megatron is told that main_grad has the output weight's gradient, which only autograd has."""
+    mark = head_module._mark
+    _put(head_module, "_main_grad", lambda weight: None)
+    _put(head_module, "_mark", lambda weight, *, added: mark(weight, added=True))
+    return loss
+
+
 def _tied_copies_apart(learner: Learner, loss: PolicyLoss) -> PolicyLoss:
     """First and last stage each keep their own gradient of the embedding they share."""
     _put(finalize_module, "_allreduce_word_embedding_grads", lambda *args, **kwargs: None)
@@ -196,6 +204,7 @@ MUTANTS: dict[str, Mutant] = {
     "norm weights unmarked under sequence parallelism": _unmarked_norms,
     "shards unmarked as tensor-parallel": _unmarked_shards,
     "head not summed over tensor ranks": _head_alone,
+    "head's own gradient taken for added": _head_unheard,
     "tied copies not summed over stages": _tied_copies_apart,
     "values summed over tensor ranks": _values_summed,
     "SFT tokens counted locally": _local_sft_count,

@@ -27,7 +27,8 @@ from megatron_klear.parallel.context import split_batch, whole_rows
 from megatron_klear.parallel.topology import ParallelContext, parallel_context
 from megatron_klear.protocols import PolicyLoss
 from megatron_klear.training.learner import Learner, LearnerSettings
-from megatron_klear.training.policy import HeadSettings, Policy, build_policy
+from megatron_klear.training.head import HeadSettings
+from megatron_klear.training.policy import Policy, build_policy
 from megatron_klear.types import Prompt, Sample, TrainBatch
 
 Arrays = dict[str, np.ndarray]

@@ -11,6 +11,7 @@ from helpers.tiny_qwen3 import random_tensors
 from megatron_klear import cli
 from megatron_klear.config.load import load_recipe
 from megatron_klear.errors import TrainingError
+from megatron_klear.training.head import HeadSettings
 from megatron_klear.training.rl import RlTrainer
 from megatron_klear.training.run import open_run
 
@@ -37,7 +38,7 @@ def command(rank: int, world_size: int, argv: list[str]) -> Finished:
 def stale_engine(rank: int, world_size: int, recipe_path: str) -> str:
     """An rl step whose engine holds other weights than the trainer; the error."""
     recipe = load_recipe(recipe_path, kind="rl", world_size=world_size)
-    with open_run(recipe, decay_iters=1) as run:
+    with open_run(recipe, decay_iters=1, head=HeadSettings()) as run:
         trainer = RlTrainer(run, recipe)
         run.push_weights()
         if run.main is not None:

@@ -18,7 +18,9 @@ from megatron_klear.rollout.embedded import EmbeddedEngine
 from megatron_klear.training.learner import LearnerSettings
 from megatron_klear.training.policy import build_policy
 from megatron_klear.types import GenerationRequest, Prompt, Sample
-from megatron_klear_kernels.linear_policy_loss.logprobs import Vocabulary, linear_logprobs
+from megatron_klear_kernels.linear_policy_loss.layer import LinearSettings
+from megatron_klear_kernels.linear_policy_loss.logprobs import fused_linear_logprobs
+from megatron_klear_kernels.linear_policy_loss.vocabulary import Vocabulary
 
 pytestmark = pytest.mark.gpu
 
@@ -28,9 +30,9 @@ def test_logprobs_on_cuda_are_those_of_float64() -> None:
     hidden = torch.randn(300, 64, generator=generator)
     weight = torch.randn(1001, 64, generator=generator)
     targets = torch.randint(0, 1001, (300,), generator=generator)
-    logprobs, entropy = linear_logprobs(
-        hidden.cuda(), weight.cuda(), targets.cuda(), vocab=Vocabulary(0, 1001), entropy="value"
-    )
+    settings = LinearSettings(Vocabulary(0, 1001))
+    found = fused_linear_logprobs(hidden.cuda(), weight.cuda(), targets.cuda(), settings)
+    logprobs, entropy = found.logprobs, found.entropy
     wanted = (hidden.double() @ weight.double().t()).log_softmax(-1)
     torch.testing.assert_close(logprobs.cpu().double(), wanted.gather(1, targets[:, None])[:, 0], atol=1e-3, rtol=0)
     torch.testing.assert_close(entropy.cpu().double(), -(wanted.exp() * wanted).sum(-1), atol=1e-3, rtol=0)

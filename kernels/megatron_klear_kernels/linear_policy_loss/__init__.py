@@ -1,1 +1,1 @@
-"""Output layer, log-prob and policy loss."""
+"""Output layer, log-probs and policy loss in one pass over the tokens: docs/kernels.md."""

@@ -1,180 +1,114 @@
-"""Token log-probs and entropies from hidden states, without ever holding [T, V].
+"""Token log-probs and entropies from hidden states, for any loss: the backward makes each chunk's logits again.
 
-Rows are worked off in chunks of bounded bytes. The vocabulary may be sharded over a process group: each rank holds
-V/tp rows of the output weight, and ranks merge (max, sum, shifted sum, target logit) statistics. The backward
-recomputes each chunk's logits.
-
-With z = (h W^T) / temperature, m = max z, s = sum exp(z - m), t = sum exp(z - m) (z - m):
-    logprob = z_target - m - log s        entropy = log s - t / s
-The shifted form of the entropy keeps its accuracy however large a common offset of the logits is.
+Four matrix products with a gradient, one without. A loss that is separable over tokens takes three: policy_loss.py.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
-from torch.autograd.function import FunctionCtx
+from torch.autograd.function import FunctionCtx, once_differentiable
 
-DEFAULT_CHUNK_BYTES = 48 * 1024 * 1024
-
-
-@dataclass(frozen=True, slots=True)
-class Vocabulary:
-    """This rank's part of the vocabulary. Columns at or above `num_valid` (global ids) are padding, never a token."""
-
-    start: int
-    num_valid: int
-    group: dist.ProcessGroup | None = None
-
-
-def _logits(hidden: Tensor, weight: Tensor, inv_temperature: float, vocab: Vocabulary) -> Tensor:
-    """float32 logits [C, V/tp] from a float32 weight; padding columns are -inf so that they carry no probability."""
-    logits = (hidden.float() @ weight.t()).mul_(inv_temperature)
-    num_real = min(max(vocab.num_valid - vocab.start, 0), weight.size(0))
-    if num_real < weight.size(0):
-        logits[:, num_real:] = -torch.inf
-    return logits
-
-
-def _all_reduce(value: Tensor, op: dist.ReduceOp.RedOpType, group: dist.ProcessGroup | None) -> Tensor:
-    if group is not None and group.size() > 1:
-        dist.all_reduce(value, op=op, group=group)
-    return value
-
-
-def _own_targets(targets: Tensor, vocab: Vocabulary, num_local: int) -> tuple[Tensor, Tensor]:
-    """(local column, is it ours): a target on another rank points at column 0 and is masked, never a sentinel id."""
-    local = targets - vocab.start
-    ours = (local >= 0) & (local < num_local)
-    return local.masked_fill(~ours, 0), ours
-
-
-def _chunk_statistics(
-    logits: Tensor, targets: Tensor, vocab: Vocabulary, with_entropy: bool
-) -> tuple[Tensor, Tensor, Tensor]:
-    """(logprob [C], entropy [C], log-sum-exp [C]) of a chunk over the whole vocabulary. `logits` is destroyed."""
-    column, ours = _own_targets(targets, vocab, logits.size(1))
-    peak = _all_reduce(logits.amax(dim=1), dist.ReduceOp.MAX, vocab.group)
-    target = logits.gather(1, column[:, None])[:, 0].sub_(peak).masked_fill_(~ours, 0.0)
-    shifted = logits.sub_(peak[:, None])
-    weights = shifted.exp()
-    # -inf * 0 of a padding column would be NaN.
-    moment = (
-        (shifted.masked_fill_(weights == 0, 0.0)).mul_(weights).sum(dim=1) if with_entropy else torch.zeros_like(target)
-    )
-    sums = _all_reduce(torch.stack((weights.sum(dim=1), moment, target)), dist.ReduceOp.SUM, vocab.group)
-    log_sum = sums[0].log()
-    logprob = (sums[2] - log_sum).clamp_(max=0.0)
-    return logprob, log_sum - sums[1] / sums[0], peak + log_sum
-
-
-EntropyMode = Literal["none", "value", "gradient"]
+from megatron_klear_kernels.linear_policy_loss.layer import LinearSettings, OutputLayer, RowGradients, Sinks
+from megatron_klear_kernels.linear_policy_loss.paths import PathChoice
+from megatron_klear_kernels.linear_policy_loss.products import WeightGradient, check_main_grad
+from megatron_klear_kernels.linear_policy_loss.rows import RowChunk, RowPlan
+from megatron_klear_kernels.linear_policy_loss.vocabulary import Distribution
 
 
 @dataclass(frozen=True, slots=True)
-class _Settings:
-    vocab: Vocabulary
-    inv_temperature: float
-    entropy: EntropyMode
-    rows: int
+class LinearLogprobs:
+    """float32 [T], the same on every rank of the vocabulary; 0 at rows that were left out."""
+
+    logprobs: Tensor
+    entropy: Tensor
+    path: PathChoice
 
 
-def _logit_gradient(
-    logits: Tensor, statistics: Sequence[Tensor], gradients: Sequence[Tensor | None], own: tuple[Tensor, Tensor]
-) -> Tensor:
-    """d loss / d logits [C, V/tp] from those of log-probs and entropies [C], on this rank's columns.
-
-    d logprob / dz_v = [v is the target] - p_v        d entropy / dz_v = -p_v (log p_v + entropy)
-    """
-    lse, entropy = statistics
-    grad, grad_entropy = gradients
-    column, ours = own
-    log_p = logits.sub_(lse[:, None])
-    p = log_p.exp()
-    assert grad is not None
-    total = p * -grad[:, None]
-    total.scatter_add_(1, column[:, None], grad.masked_fill(~ours, 0.0)[:, None])
-    if grad_entropy is not None:
-        # -inf * 0 of a padding column would be NaN.
-        total -= p * (log_p.masked_fill_(p == 0, 0.0) + entropy[:, None]) * grad_entropy[:, None]
-    return total
-
-
-class _LinearLogprobs(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: FunctionCtx, hidden: Tensor, weight: Tensor, targets: Tensor, settings: _Settings
-    ) -> tuple[Tensor, Tensor]:
-        weight_float = weight.float()
-        logprobs, entropies, lses = [], [], []
-        for h, y in zip(hidden.split(settings.rows), targets.split(settings.rows), strict=True):
-            logits = _logits(h, weight_float, settings.inv_temperature, settings.vocab)
-            logprob, entropy, lse = _chunk_statistics(logits, y, settings.vocab, settings.entropy != "none")
-            logprobs.append(logprob)
-            entropies.append(entropy)
-            lses.append(lse)
-        entropy = torch.cat(entropies)
-        ctx.save_for_backward(hidden, weight, targets, torch.cat(lses), entropy)
-        ctx.settings = settings  # type: ignore[attr-defined]
-        if settings.entropy != "gradient":
-            ctx.mark_non_differentiable(entropy)
-        return torch.cat(logprobs), entropy
-
-    @staticmethod
-    def backward(ctx: FunctionCtx, *grads: Tensor) -> tuple[Tensor, Tensor, None, None]:
-        hidden, weight, targets, lses, entropies = ctx.saved_tensors  # type: ignore[attr-defined]
-        settings: _Settings = ctx.settings  # type: ignore[attr-defined]
-        weight_float = weight.float()
-        grad_hidden = torch.empty_like(hidden)
-        grad_weight = torch.zeros_like(weight, dtype=torch.float32)
-        for begin in range(0, hidden.size(0), settings.rows):
-            rows = slice(begin, begin + settings.rows)
-            d_logits = _logit_gradient(
-                _logits(hidden[rows], weight_float, settings.inv_temperature, settings.vocab),
-                (lses[rows], entropies[rows]),
-                (grads[0][rows], grads[1][rows] if settings.entropy == "gradient" else None),
-                _own_targets(targets[rows], settings.vocab, weight.size(0)),
-            ).mul_(settings.inv_temperature)
-            grad_hidden[rows] = (d_logits @ weight_float).to(hidden.dtype)
-            grad_weight.addmm_(d_logits.t(), hidden[rows].float())
-        return grad_hidden, grad_weight.to(weight.dtype), None, None
-
-
-def linear_logprobs(
+def fused_linear_logprobs(
     hidden: Tensor,
     weight: Tensor,
     targets: Tensor,
+    settings: LinearSettings,
     *,
-    vocab: Vocabulary,
-    temperature: float = 1.0,
-    entropy: EntropyMode = "none",
-    chunk_bytes: int = DEFAULT_CHUNK_BYTES,
-) -> tuple[Tensor, Tensor]:
+    rows: RowPlan | None = None,
+    entropy_gradient: bool = False,
+    main_grad: Tensor | None = None,
+) -> LinearLogprobs:
     """Log-prob of `targets` and entropy of the next-token distribution.
 
     Args:
-        hidden: [T, H], the same on every rank of `vocab.group`.
-        weight: [V/tp, H], this rank's rows of the output layer.
+        hidden: [T, H] float32, bfloat16 or float16, the same on every rank of the vocabulary's group.
+        weight: [V/tp, H] of the same type, this rank's rows of the output layer.
         targets: [T] int64 global token ids.
-        vocab: which rows of the vocabulary `weight` holds.
-        temperature: logits are divided by it.
-        entropy: "none" returns entropies that mean nothing and saves their cost; "value" without, "gradient" with
-            a gradient.
-        chunk_bytes: most bytes of float32 logits held at a time.
+        settings: which rows of the vocabulary `weight` holds, temperature, path, memory.
+        rows: the rows to work on; None for all. Rows without a gradient in the plan get none.
+        entropy_gradient: the entropies have a gradient, too.
+        main_grad: [V/tp, H] float32. The backward adds the weight's gradient here, and autograd gets zeros.
 
     Returns:
-        (logprobs [T] float32, entropies [T] float32), the same on every rank. The gradient of `hidden` is this rank's
-        PART: the caller sums it over `vocab.group` (Megatron's copy_to/gather_from regions do).
+        Log-probs (never above 0) and entropies with a gradient to `hidden` and `weight`. Unless
+        `settings.sum_hidden_gradient`, the gradient of `hidden` is this rank's PART: the caller sums it over the group.
+
+    Raises:
+        ValueError: shapes or types do not fit, or a path was asked for that cannot run here.
     """
-    if hidden.size(-1) != weight.size(-1):
-        raise ValueError(
-            f"hidden states have width {hidden.size(-1)} but the output weight has {weight.size(-1)}:"
-            " hand over hidden states [T, H], not logits"
+    plan = RowPlan.every_row(hidden.size(0), hidden.device) if rows is None else rows
+    layer = OutputLayer(hidden, weight, targets, plan, settings)
+    check_main_grad(weight, main_grad)
+    if torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad):
+        logprobs, entropy = _Recomputed.apply(hidden, weight, layer, entropy_gradient, main_grad)
+    else:
+        logprobs, entropy = spread(layer.distribution(), layer)
+    return LinearLogprobs(logprobs, entropy, layer.choice)
+
+
+def spread(known: Distribution, layer: OutputLayer) -> tuple[Tensor, Tensor]:
+    """Log-probs and entropies [R] of the plan's rows -> [T], 0 elsewhere."""
+    index = layer.plan.index
+    zeros = torch.zeros(2, layer.hidden.size(0), device=layer.hidden.device)
+    logprobs, entropy = zeros.index_copy_(1, index, torch.stack((known.logprob, known.entropy))).unbind()
+    return logprobs, entropy
+
+
+class _Recomputed(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: FunctionCtx,
+        hidden: Tensor,
+        weight: Tensor,
+        layer: OutputLayer,
+        entropy_gradient: bool,
+        main_grad: Tensor | None,
+    ) -> tuple[Tensor, Tensor]:
+        known = layer.distribution()
+        logprobs, entropy = spread(known, layer)
+        # Tensors by autograd's way: it notices if someone changes them before the backward.
+        ctx.save_for_backward(hidden, weight, known.stacked)
+        ctx.rest = (layer.targets, layer.plan, layer.settings, main_grad)  # type: ignore[attr-defined]
+        ctx.entropy_gradient = entropy_gradient  # type: ignore[attr-defined]
+        if not entropy_gradient:
+            ctx.mark_non_differentiable(entropy)
+        return logprobs, entropy
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: FunctionCtx, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None]:
+        hidden, weight, known = ctx.saved_tensors  # type: ignore[attr-defined]
+        targets, plan, settings, main_grad = ctx.rest  # type: ignore[attr-defined]
+        with_entropy: bool = ctx.entropy_gradient  # type: ignore[attr-defined]
+        wants_hidden, wants_weight, *_ = ctx.needs_input_grad  # type: ignore[attr-defined]
+
+        def gradients_of(chunk: RowChunk, rows: Distribution) -> RowGradients:
+            d_logprob, d_entropy = (grad.index_select(0, chunk.index) for grad in grads[:2])
+            return RowGradients(d_logprob, d_entropy if with_entropy else None)
+
+        layer = OutputLayer(hidden, weight, targets, plan, settings)
+        sinks = Sinks(
+            torch.zeros_like(hidden) if wants_hidden else None,
+            WeightGradient(weight, main_grad) if wants_weight else None,
         )
-    rows = max(1, chunk_bytes // (4 * max(1, weight.size(0))))
-    return _LinearLogprobs.apply(hidden, weight, targets, _Settings(vocab, 1.0 / temperature, entropy, rows))
+        layer.backward(Distribution(*known.unbind()), gradients_of, sinks)
+        return sinks.hidden, sinks.weight.result() if sinks.weight is not None else None, None, None, None

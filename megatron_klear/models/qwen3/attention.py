@@ -39,6 +39,7 @@ from megatron_klear.models.qwen3.backend import (
 from megatron_klear.models.qwen3.rope import rope_table
 from megatron_klear.parallel.context import GatherRows, gather_order
 from megatron_klear.types import MicroBatch, Topology
+from megatron_klear_kernels.rope.autograd import rotate
 
 # Above this length the [S, L, L] scores of the dense path cost more than they save: 3 times the time at 256.
 MAX_DENSE_LENGTH = 128
@@ -119,31 +120,6 @@ def _dense_mask(micro_batch: MicroBatch, query_index: Tensor, size: int, dtype: 
     positions[query_index] = micro_batch.positions
     hidden = positions.view(num_sequences, -1, 1) < torch.arange(longest, device=device)
     return torch.zeros(hidden.shape, dtype=dtype, device=device).masked_fill_(hidden, -torch.inf)
-
-
-def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate the two halves of the last dimension of x [T, heads, D] (Hugging Face's layout of rotary pairs)."""
-    out = torch.empty_like(x)
-    (a, b), (out_a, out_b) = x.chunk(2, -1), out.chunk(2, -1)
-    torch.mul(a, cos, out=out_a)
-    out_a.addcmul_(b, sin, value=-1)
-    torch.mul(b, cos, out=out_b)
-    out_b.addcmul_(a, sin)
-    return out
-
-
-class _Rotary(torch.autograd.Function):
-    """A rotation's gradient is the rotation by the opposite angle: nothing but cos and sin needs to be kept."""
-
-    @staticmethod
-    def forward(ctx: FunctionCtx, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        ctx.save_for_backward(cos, sin)
-        return _rotate(x, cos, sin)
-
-    @staticmethod
-    def backward(ctx: FunctionCtx, *grads: Tensor) -> tuple[Tensor, None, None]:
-        cos, sin = ctx.saved_tensors  # type: ignore[attr-defined]
-        return _rotate(grads[0], cos, -sin), None, None
 
 
 class _ToDense(torch.autograd.Function):
@@ -280,7 +256,7 @@ class PackedAttention(torch.nn.Module):
     ) -> Tensor:
         """q [t, H, D], k and v [t, G, D] of this rank's positions -> [t, H x D]."""
         p = packed_seq_params
-        query, key = _Rotary.apply(query, p.cos, p.sin), _Rotary.apply(key, p.cos, p.sin)
+        query, key = rotate(query, key, p.cos, p.sin)
         if self.engine is not None:
             return self.engine(
                 query, key, value, attention_mask, attn_mask_type=AttnMaskType.padding_causal, packed_seq_params=p

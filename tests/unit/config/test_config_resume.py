@@ -58,6 +58,7 @@ FREE = {
         "overwrite",
     },
     "export": {"hf_dir", "max_shard_bytes"},
+    "head": {"path", "chunk_bytes"},
     "health": {"max_train_rollout_logprob_abs_diff", "max_nonfinite_steps", "constant_reward_alarm_steps"},
 }
 FREE_BY_KIND = {

@@ -54,7 +54,7 @@ def counted(shape: Qwen3Shape, lengths: Sequence[int], parallel: ParallelConfig,
         for parameter in stage.parameters():
             torch.nn.init.normal_(parameter, std=0.1)
         with saved_tensors(stage) as saved:
-            stage.forward_hidden(stage.core, micro_batch_of_lengths(lengths))
+            stage.forward_hidden(stage.chunks[-1].module, micro_batch_of_lengths(lengths))
         return saved.num_bytes
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
@@ -12,10 +13,12 @@ from torch import Tensor
 from helpers.micro_batches import micro_batch_of_lengths
 from helpers.stages import cpu_context, stage_on_cpu
 from helpers.tiny_qwen3 import random_tensors, tiny_shape
+from megatron_klear.config.loss import GppoLossConfig, KlConfig
+from megatron_klear.losses.registry import build_loss
 from megatron_klear.parallel.topology import ParallelContext
-from megatron_klear.training import head as head_module
-from megatron_klear.training.head import Head
+from megatron_klear.training.head import Head, HeadSettings
 from megatron_klear.types import MicroBatch
+from megatron_klear_kernels.linear_policy_loss import layer, paths
 
 NUM_TOKENS, HIDDEN = 400, 32
 
@@ -29,7 +32,7 @@ def context() -> Iterator[ParallelContext]:
 @pytest.fixture(scope="module")
 def head(context: ParallelContext) -> Head:
     shape = tiny_shape(tied=False)
-    return Head(stage_on_cpu(shape, random_tensors(shape, 3), context), context.groups, temperature=1.0)
+    return Head(stage_on_cpu(shape, random_tensors(shape, 3), context), context.groups, HeadSettings())
 
 
 def batch(num_response: int) -> MicroBatch:
@@ -59,23 +62,68 @@ def saved_bytes(head: Head, micro_batch: MicroBatch) -> int:
     return sum(tensor.untyped_storage().nbytes() for tensor in kept.values())
 
 
-@pytest.mark.parametrize(("num_response", "num_rows"), [(400, 400), (40, 40), (1, 1), (0, 1)])
-def test_rows_that_meet_the_output_layer(
-    num_response: int, num_rows: int, head: Head, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    seen, linear_logprobs = [], head_module.linear_logprobs
+@dataclass
+class Seen:
+    """Rows of each matrix product."""
 
-    def counting(rows: Tensor, *args: Any, **kwargs: Any) -> Any:
-        seen.append(tuple(rows.shape))
-        return linear_logprobs(rows, *args, **kwargs)
+    logits: list[int] = field(default_factory=list)
+    hidden_gradient: list[int] = field(default_factory=list)
 
-    monkeypatch.setattr(head_module, "linear_logprobs", counting)
+
+@pytest.fixture
+def seen(monkeypatch: pytest.MonkeyPatch) -> Seen:
+    found = Seen()
+    logits_product, hidden_gradient = paths.logits_product, layer.hidden_gradient
+
+    def product(hidden: Tensor, *args: Any, **kwargs: Any) -> None:
+        found.logits.append(hidden.size(0))
+        logits_product(hidden, *args, **kwargs)
+
+    def gradient(d_logits: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        found.hidden_gradient.append(d_logits.size(0))
+        return hidden_gradient(d_logits, *args, **kwargs)
+
+    monkeypatch.setattr(paths, "logits_product", product)
+    monkeypatch.setattr(layer, "hidden_gradient", gradient)
+    return found
+
+
+# Rows go in sixteens.
+@pytest.mark.parametrize(("num_response", "rows"), [(400, [400]), (40, [48]), (1, [16]), (0, [])])
+def test_rows_that_meet_the_output_layer(num_response: int, rows: list[int], head: Head, seen: Seen) -> None:
     head(hidden(), batch(num_response))
-    assert seen == [(num_rows, HIDDEN)]
+    assert seen.logits == rows
+
+
+def gppo(head: Head, *, alpha: float) -> MicroBatch:
+    """Two groups: advantage 0 (its samples were all right) in the first half of the response, 1 in the other."""
+    micro_batch = batch(NUM_TOKENS)
+    micro_batch.advantages = torch.zeros(NUM_TOKENS)
+    micro_batch.advantages[NUM_TOKENS // 2 :] = 1.0
+    micro_batch.nll_scale = alpha * micro_batch.token_scale
+    loss = build_loss(GppoLossConfig(type="gppo"), KlConfig())
+    head.judge(hidden(), micro_batch, loss).output.loss.backward()
+    return micro_batch
+
+
+def test_tokens_without_advantage_meet_one_product_of_three(context: ParallelContext, seen: Seen) -> None:
+    """Unless the joint SFT term (alpha > 0) teaches them."""
+    shape = tiny_shape(tied=False)
+    head = Head(
+        stage_on_cpu(shape, random_tensors(shape, 3), context), context.groups, HeadSettings(advantage_decides=True)
+    )
+    assert gppo(head, alpha=0.0).num_gradient_rows == 200
+    assert (seen.logits, seen.hidden_gradient) == ([208, 208], [208])
+    assert gppo(head, alpha=0.1).num_gradient_rows == 400
+    assert (seen.logits[2:], seen.hidden_gradient[1:]) == ([400], [400])
+
+
+def test_a_head_that_does_not_know_the_advantages_keeps_every_row(head: Head, seen: Seen) -> None:
+    assert gppo(head, alpha=0.0).num_gradient_rows == 400
+    assert seen.hidden_gradient == [400]
 
 
 def test_a_tenth_of_the_rows_keeps_a_tenth_of_the_memory(head: Head) -> None:
-    whole, tenth = saved_bytes(head, batch(NUM_TOKENS)), saved_bytes(head, batch(NUM_TOKENS // 10))
-    # At least the hidden states of its rows.
-    assert whole >= NUM_TOKENS * HIDDEN * 4
-    assert tenth == pytest.approx(whole / 10, rel=0.02)
+    """The statistics of a row, 16 bytes; hidden states stay where they are."""
+    assert saved_bytes(head, batch(NUM_TOKENS)) == 16 * NUM_TOKENS
+    assert saved_bytes(head, batch(NUM_TOKENS // 10)) == 16 * NUM_TOKENS // 10

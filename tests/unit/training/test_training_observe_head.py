@@ -11,8 +11,9 @@ from torch import Tensor
 from helpers.micro_batches import micro_batch_of_lengths
 from helpers.stages import cpu_context, stage_on_cpu
 from helpers.tiny_qwen3 import random_tensors, tiny_shape
+from megatron_klear.losses.terms import SftLoss
 from megatron_klear.parallel.topology import ParallelContext
-from megatron_klear.training.head import Head, loss_rows
+from megatron_klear.training.head import Head, HeadSettings
 from megatron_klear.types import MicroBatch
 
 NUM_TOKENS = 9
@@ -28,7 +29,7 @@ def context() -> Iterator[ParallelContext]:
 @pytest.fixture(scope="module")
 def head(context: ParallelContext) -> Head:
     shape = tiny_shape(tied=False)
-    return Head(stage_on_cpu(shape, random_tensors(shape, 3), context), context.groups, temperature=TEMPERATURE)
+    return Head(stage_on_cpu(shape, random_tensors(shape, 3), context), context.groups, HeadSettings(TEMPERATURE))
 
 
 def batch() -> MicroBatch:
@@ -45,13 +46,24 @@ def hidden() -> Tensor:
     return torch.randn(NUM_TOKENS, 1, 32, generator=torch.Generator().manual_seed(1))
 
 
-def test_rows_with_either_loss_are_worked_on() -> None:
-    assert loss_rows(batch()).tolist() == [2, 3, 5, 7]
+def rows_of(micro_batch: MicroBatch, head: Head) -> list[int]:
+    head.choose_rows([micro_batch])
+    assert micro_batch.loss_rows is not None
+    return micro_batch.loss_rows.tolist()
 
 
-def test_a_micro_batch_without_a_loss_works_on_one_row() -> None:
-    """Every rank runs the same graph, so its collectives meet."""
-    assert loss_rows(micro_batch_of_lengths([4])).tolist() == [0]
+def test_rows_with_either_loss_are_worked_on(head: Head) -> None:
+    assert rows_of(batch(), head) == [2, 3, 5, 7]
+
+
+def test_a_micro_batch_without_a_loss_works_on_no_row_and_has_gradients_of_zero(head: Head) -> None:
+    empty = micro_batch_of_lengths([4])
+    assert rows_of(empty, head) == []
+    x = hidden()[:4].requires_grad_()
+    judged = head.judge(x, empty, SftLoss())
+    judged.output.loss.backward()
+    assert float(judged.output.loss.detach()) == 0.0
+    assert x.grad is not None and not x.grad.any()
 
 
 def test_logprobs_and_entropies_are_those_of_the_whole_logits(head: Head) -> None:
