@@ -1,23 +1,26 @@
-"""Hugging Face folders, streamed: one tensor in memory at a time on the way in, one shard on the way out."""
+"""Hugging Face folders, streamed: one tensor in memory at a time, on the way in and on the way out."""
 
 from __future__ import annotations
 
 import contextlib
 import json
+import math
+import os
 import shutil
 from collections.abc import Iterable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
+from megatron_klear.checkpoint.inprocess import PIECE
 from megatron_klear.config.model import Qwen3Shape
 from megatron_klear.errors import CheckpointError
-from megatron_klear.models.hf_bridge import TensorSource
+from megatron_klear.models.hf_bridge import TensorSource, check_shape
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -88,6 +91,8 @@ def open_folder(folder: str | Path, shape: Qwen3Shape) -> Iterator[TensorSource]
     with contextlib.ExitStack() as stack:
         shards = {name: stack.enter_context(_open(folder / name)) for name in sorted(set(weight_map.values()))}
         _check_index(folder, weight_map, {name: set(shard.keys()) for name, shard in shards.items()})
+        for name, expected_shape in shape.tensor_shapes().items():
+            check_shape(name, shards[weight_map[name]].get_slice(name).get_shape(), expected_shape)
 
         def get(name: str) -> Tensor:
             return shards[weight_map[name]].get_tensor(name)
@@ -118,8 +123,107 @@ _COMPANIONS = (
 )
 
 
+_DTYPE_NAMES = {torch.float32: "F32", torch.bfloat16: "BF16"}
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """Where the bytes of a tensor belong."""
+
+    file: str
+    start: int
+    num_bytes: int
+
+
+class _Shards:
+    """The files of an export. Shapes say where each tensor belongs, so that it is written as it comes."""
+
+    def __init__(self, folder: Path, shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype, max_bytes: int) -> None:
+        sizes = {name: math.prod(shape) * dtype.itemsize for name, shape in shapes.items()}
+        parts = _fill(sizes, max_bytes)
+        self.folder = folder
+        self.num_bytes = sum(sizes.values())
+        self.places: dict[str, _Place] = {}
+        self._headers: dict[str, bytes] = {}
+        for i, names in enumerate(parts):
+            file = SINGLE if len(parts) == 1 else f"model-{i + 1:05d}-of-{len(parts):05d}.safetensors"
+            header, starts = _header({name: (shapes[name], sizes[name]) for name in names}, _DTYPE_NAMES[dtype])
+            self._headers[file] = header
+            self.places |= {name: _Place(file, start, sizes[name]) for name, start in starts.items()}
+        self._open: dict[str, int] = {}
+        self._disk = ThreadPoolExecutor(1, thread_name_prefix="fsync")
+        self._waits: list[Future[None]] = []
+
+    @property
+    def files(self) -> list[str]:
+        """Their names, in order."""
+        return list(self._headers)
+
+    def write(self, name: str, tensor: Tensor) -> None:
+        """Put a tensor of the export's dtype, on the CPU, where it belongs. Raises `OSError`."""
+        place = self.places[name]
+        if place.file not in self._open:
+            # The last file is most likely full: its way to the disk need not wait for the end.
+            self._waits += [self._disk.submit(os.fsync, earlier) for earlier in list(self._open.values())[-1:]]
+            descriptor = os.open(self.folder / place.file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
+            self._open[place.file] = descriptor
+            _write_at(descriptor, self._headers[place.file], 0)
+        data = tensor.contiguous().flatten().view(torch.uint8)
+        assert data.numel() == place.num_bytes
+        _write_at(self._open[place.file], data.numpy(), place.start)
+
+    def sync(self) -> None:
+        """Wait until all is on disk. Raises `OSError`."""
+        # A failure is told but once, to whom waits first.
+        for wait in self._waits:
+            wait.result()
+        for descriptor in self._open.values():
+            os.fsync(descriptor)
+
+    def close(self) -> None:
+        """After it nothing is written."""
+        self._disk.shutdown()
+        while self._open:
+            os.close(self._open.popitem()[1])
+
+
+def _fill(sizes: Mapping[str, int], max_bytes: int) -> list[list[str]]:
+    """Tensors of each file, in order: no file is larger unless one tensor is."""
+    parts: list[list[str]] = []
+    room = 0
+    for name, size in sizes.items():
+        if not parts or size > room:
+            parts.append([])
+            room = max_bytes
+        parts[-1].append(name)
+        room -= size
+    return parts
+
+
+def _header(tensors: Mapping[str, tuple[tuple[int, ...], int]], dtype: str) -> tuple[bytes, dict[str, int]]:
+    """What a safetensors file begins with, and where each tensor (given shape and bytes) starts in the file."""
+    entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    starts, position = {}, 0
+    for name, (shape, size) in tensors.items():
+        entries[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [position, position + size]}
+        starts[name] = position
+        position += size
+    text = json.dumps(entries, separators=(",", ":")).encode()
+    # Tensors start at a multiple of 64, where vectorised code likes them.
+    text += b" " * (-(len(text) + 8) % 64)
+    header = len(text).to_bytes(8, "little") + text
+    return header, {name: len(header) + start for name, start in starts.items()}
+
+
+def _write_at(descriptor: int, data: bytes | Any, position: int) -> None:
+    rest = memoryview(data)
+    while rest:
+        count = os.pwrite(descriptor, rest[:PIECE], position)
+        rest, position = rest[count:], position + count
+
+
 class HfWriter:
-    """Writes shards as tensors come, into a temporary folder that gets its name only when nothing is missing."""
+    """Writes tensors as they come, into a temporary folder that gets its name only when all are there and on disk."""
 
     def __init__(self, folder: str | Path, shape: Qwen3Shape, *, template: str | Path, max_shard_bytes: int) -> None:
         self.folder = Path(folder)
@@ -128,58 +232,36 @@ class HfWriter:
         self.expected = shape.tensor_shapes()
         self.max_shard_bytes = max_shard_bytes
         self.partial = self.folder.with_name(self.folder.name + ".partial")
-        self._pending: dict[str, Tensor] = {}
-        self._files: list[list[str]] = []
-        self._num_bytes = 0
 
     def write(self, named_tensors: Iterable[tuple[str, Tensor]], *, dtype: torch.dtype) -> HfExport:
         """Write all tensors as `dtype`. Raises, leaving `folder` as it was, if one is missing or misshapen."""
         shutil.rmtree(self.partial, ignore_errors=True)
         self.partial.mkdir(parents=True)
-        for name, tensor in named_tensors:
-            if tuple(tensor.shape) != self.expected.get(name):
+        missing = set(self.expected)
+        with contextlib.closing(_Shards(self.partial, self.expected, dtype, self.max_shard_bytes)) as shards:
+            for name, tensor in named_tensors:
+                if tuple(tensor.shape) != self.expected.get(name):
+                    raise CheckpointError(
+                        f"refusing to export {name} with shape {tuple(tensor.shape)}: expected"
+                        f" {self.expected.get(name)}"
+                    )
+                shards.write(name, tensor.to("cpu", dtype))
+                missing.discard(name)
+            if missing:
                 raise CheckpointError(
-                    f"refusing to export {name} with shape {tuple(tensor.shape)}: expected {self.expected.get(name)}"
+                    f"refusing to export {self.folder}: {len(missing)} tensors missing, first {min(missing)}"
                 )
-            self._add(name, tensor.to("cpu", dtype))
-        self._flush()
-        missing = sorted(self.expected.keys() - {name for names in self._files for name in names})
-        if missing:
-            raise CheckpointError(
-                f"refusing to export {self.folder}: {len(missing)} tensors missing, first {missing[0]}"
-            )
-        self._name_shards()
+            shards.sync()
+        self._write_index(shards)
         self._write_companions(dtype)
         _replace_folder(self.partial, self.folder)
-        return HfExport(self.folder, len(self.expected), self._num_bytes, len(self._files))
+        return HfExport(self.folder, len(self.expected), shards.num_bytes, len(shards.files))
 
-    def _add(self, name: str, tensor: Tensor) -> None:
-        size = tensor.numel() * tensor.element_size()
-        held = sum(t.numel() * t.element_size() for t in self._pending.values())
-        if self._pending and held + size > self.max_shard_bytes:
-            self._flush()
-        self._pending[name] = tensor.contiguous()
-        self._num_bytes += size
-
-    def _flush(self) -> None:
-        if self._pending:
-            save_file(self._pending, self.partial / f"shard-{len(self._files)}", metadata={"format": "pt"})
-            self._files.append(list(self._pending))
-            self._pending = {}
-
-    def _name_shards(self) -> None:
-        """Hugging Face's names hold the number of shards, which is known only now."""
-        total = len(self._files)
-        if total == 1:
-            (self.partial / "shard-0").rename(self.partial / SINGLE)
-            return
-        weight_map = {}
-        for i, names in enumerate(self._files):
-            file = f"model-{i + 1:05d}-of-{total:05d}.safetensors"
-            (self.partial / f"shard-{i}").rename(self.partial / file)
-            weight_map |= dict.fromkeys(names, file)
-        index = {"metadata": {"total_size": self._num_bytes}, "weight_map": weight_map}
-        (self.partial / INDEX).write_text(json.dumps(index, indent=2))
+    def _write_index(self, shards: _Shards) -> None:
+        if len(shards.files) > 1:
+            weight_map = {name: place.file for name, place in shards.places.items()}
+            index = {"metadata": {"total_size": shards.num_bytes}, "weight_map": weight_map}
+            (self.partial / INDEX).write_text(json.dumps(index, indent=2))
 
     def _write_companions(self, dtype: torch.dtype) -> None:
         config = json.loads((self.template / "config.json").read_text())

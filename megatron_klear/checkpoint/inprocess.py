@@ -1,64 +1,143 @@
-"""Let Megatron write checkpoint files from this process.
+"""Write Megatron's checkpoint files from this process, and their checksums with them.
 
 Megatron collects writer results through a queue of a spawned manager process, which costs seconds on the first save
-and outlives a rank that leaves in a hurry; 0.16 also forks its writers. Both stand-ins below are entered around one
-save and undone after it.
+and outlives a rank that leaves in a hurry; 0.16 also forks its writers. So a save is planned by Megatron, with a queue
+of this process in place of the manager's, and its files are written here.
 """
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
+import io
+import os
+import pickle
 import queue
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import megatron.core.dist_checkpointing.strategies.filesystem_async as filesystem_async
+from megatron.core.dist_checkpointing.core import CheckpointingException
+
+from megatron_klear.checkpoint.manifest import FileEntry
+from megatron_klear.errors import KlearError
+from megatron_klear.parallel.checkpoint_files import write_item
+from megatron_klear.parallel.failures import CollectiveFailure
+
+# What a full disk, a damaged file or another model's file makes torch and Megatron raise.
+FAILURES = (
+    OSError,
+    RuntimeError,
+    KeyError,
+    ValueError,
+    EOFError,
+    pickle.UnpicklingError,
+    CheckpointingException,
+    CollectiveFailure,
+)
+
+# Small enough to be in a core's cache when it is hashed and then written.
+PIECE = 2**16
 
 
-class _NoCount:
-    """Stands for the queue by which forked writers say that they are done."""
+class HashedFile(io.RawIOBase):
+    """A new file that is written from its beginning to its end, and hashed on the way."""
 
-    def get(self) -> None:
-        """A writer in this process is done when it returns."""
+    def __init__(self, path: str | Path) -> None:
+        super().__init__()
+        self._file = open(path, "wb", buffering=0)  # noqa: SIM115  closed by `close`
+        self._digest = hashlib.sha256()
+        self._size = 0
+        self.failure: OSError | None = None
+        """Of a write. torch goes on to finish its archive, and what that raises says nothing of the disk."""
 
-    def task_done(self) -> None:
-        """Nothing waits."""
+    def writable(self) -> bool:
+        """It is."""
+        return True
+
+    def write(self, data: Any) -> int:
+        """All of it. Raises `OSError`."""
+        rest = memoryview(data).cast("B")
+        size = len(rest)
+        try:
+            while rest:
+                count = self._file.write(rest[:PIECE])
+                self._digest.update(rest[:count])
+                rest = rest[count:]
+        except OSError as error:
+            self.failure = error
+            raise
+        self._size += size
+        return size
+
+    def tell(self) -> int:
+        """Bytes so far."""
+        return self._size
+
+    def entry(self) -> FileEntry:
+        """Size and checksum, once all is on disk. Raises `OSError`."""
+        os.fsync(self._file.fileno())
+        return FileEntry(bytes=self._size, sha256=self._digest.hexdigest())
+
+    def close(self) -> None:
+        """Also when something failed."""
+        self._file.close()
+        super().close()
 
 
-def _write_buckets(
-    transforms: list[Any], use_msc: bool, rank: int, buckets: Sequence[Any], results: queue.Queue[Any]
-) -> None:
-    """Megatron's contract: {bucket: write results}, or the exception of the first failure."""
-    outcome: Any = {}
-    for i, bucket in enumerate(buckets):
-        # Megatron's annotations ask for queues between processes; any object with their methods will do.
-        answer: Any = queue.Queue()
-        count: Any = _NoCount()
-        filesystem_async.FileSystemWriterAsync.write_preloaded_data(
-            transforms, i, bucket, answer, count, use_fsync=True
-        )
-        _, result = answer.get()
+@dataclass(frozen=True, slots=True)
+class Written:
+    """The files of this rank, and what Megatron wants to know of them: {bucket: results} or the first failure."""
+
+    entries: dict[Path, FileEntry]
+    outcome: Any
+
+
+def write_files(transforms: Sequence[Any], buckets: Sequence[Any]) -> Written:
+    """Write Megatron's buckets, one file each, at once. A failure is an outcome."""
+
+    def write(bucket: Any) -> tuple[FileEntry, list[Any]] | Exception:
+        path, key, (bytes_data, tensor_data) = bucket
+        try:
+            stream = HashedFile(path)
+        except OSError as error:
+            return error
+        try:
+            with stream:
+                results = [
+                    write_item(transforms, stream, data, item, file=key)
+                    for part in (bytes_data, tensor_data)
+                    for item, data in part
+                ]
+                return stream.entry(), results
+        # Every rank must hear of it: Megatron gathers the outcomes and raises it everywhere.
+        except (*FAILURES, KlearError) as error:
+            assert isinstance(error, Exception), "no collective is called here"
+            return stream.failure or error
+
+    with ThreadPoolExecutor(max(1, len(buckets)), thread_name_prefix="write") as pool:
+        found = list(pool.map(write, buckets))
+    entries: dict[Path, FileEntry] = {}
+    outcome: dict[int, list[Any]] = {}
+    for i, (bucket, result) in enumerate(zip(buckets, found, strict=True)):
         if isinstance(result, Exception):
-            outcome = result
-            break
-        outcome[i] = result
-    results.put(outcome)
+            return Written({}, result)
+        entries[Path(bucket[0])], outcome[i] = result
+    return Written(entries, outcome)
 
 
 @contextlib.contextmanager
-def in_process_writer() -> Iterator[None]:
-    """No process is started by a save made inside."""
+def in_process_results() -> Iterator[None]:
+    """A save that is planned inside puts its results into a queue of this process, and starts none for them."""
     results: queue.Queue[Any] = queue.Queue()
-    module, writer = filesystem_async, filesystem_async.FileSystemWriterAsync
-    if "_get_write_results_queue" in vars(module):  # 0.16
-        stand_ins = [
-            (module, "_get_write_results_queue", lambda: results),
-            (writer, "write_preloaded_data_multiproc", staticmethod(_write_buckets)),
-        ]
-    else:  # 0.19 writes with threads already
-        stand_ins = [(module, "get_write_results_queue", lambda *_args, **_kwargs: results)]
-    with contextlib.ExitStack() as undo:
-        for owner, name, stand_in in stand_ins:
-            undo.callback(setattr, owner, name, vars(owner)[name])
-            setattr(owner, name, stand_in)
+    # The names of 0.16 and of 0.19.
+    name = next(n for n in ("_get_write_results_queue", "get_write_results_queue") if n in vars(filesystem_async))
+    original = vars(filesystem_async)[name]
+    setattr(filesystem_async, name, lambda *_args, **_kwargs: results)
+    try:
         yield
+    finally:
+        setattr(filesystem_async, name, original)

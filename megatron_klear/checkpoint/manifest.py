@@ -11,6 +11,7 @@ import json
 import os
 import stat
 from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Literal
 
@@ -130,8 +131,13 @@ def find_damage(
 
     `by_size` reads none of them, and so finds no changed bytes.
     """
-    names = sorted(manifest.files if names is None else names)
-    faults = (_fault(folder / name, name, manifest.files[name], by_size=by_size) for name in names)
+
+    def look(name: str) -> str | None:
+        return _fault(folder / name, name, manifest.files[name], by_size=by_size)
+
+    # Large files at once: a checksum is the work of one core.
+    with ThreadPoolExecutor(min(8, os.cpu_count() or 1), thread_name_prefix="checksum") as pool:
+        faults = list(pool.map(look, sorted(manifest.files if names is None else names)))
     return [fault for fault in faults if fault is not None]
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -11,30 +10,17 @@ from pathlib import Path
 from typing import Any
 
 from megatron.core import dist_checkpointing
-from megatron.core.dist_checkpointing.core import CheckpointingException
 from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelSaveStrategyWrapper
 from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
 from megatron.core.optimizer import MegatronOptimizer
 
-from megatron_klear.checkpoint.inprocess import in_process_writer
-from megatron_klear.checkpoint.manifest import POLICY, FileEntry, ModelEntry, file_entry
+from megatron_klear.checkpoint.inprocess import in_process_results, write_files
+from megatron_klear.checkpoint.manifest import POLICY, FileEntry, ModelEntry
 from megatron_klear.checkpoint.optimizer_state import load_keeping_settings, make_state, optimizer_form
+from megatron_klear.checkpoint.stream import BlockSource, LateTensors, StoredWeights
 from megatron_klear.models.build import ModelStage
 from megatron_klear.parallel.device import megatron_scope
-from megatron_klear.parallel.failures import CollectiveFailure
 from megatron_klear.parallel.topology import ParallelContext
-
-# What a full disk, a damaged file or another model's file makes torch and Megatron raise.
-FAILURES = (
-    OSError,
-    RuntimeError,
-    KeyError,
-    ValueError,
-    EOFError,
-    pickle.UnpicklingError,
-    CheckpointingException,
-    CollectiveFailure,
-)
 
 # Optimizer state in a layout-free form.
 _METADATA = {
@@ -51,13 +37,17 @@ _WRITER: dict[str, Any] = (
 
 @dataclass(frozen=True, slots=True)
 class ModelPart:
-    """A model that belongs into a checkpoint. A stage that holds its weights only at times has a `scope` for that."""
+    """A model that belongs into a checkpoint. A stage that holds its weights only at times has a `scope` for that.
+
+    One on the device "meta" never does: it has a `source` that gives them while they are written.
+    """
 
     stage: ModelStage
     optimizer: MegatronOptimizer | None = None
     version: int = 0
     name: str = POLICY
     scope: Callable[[], AbstractContextManager[None]] | None = None
+    source: BlockSource | None = None
 
     def held(self) -> AbstractContextManager[None]:
         """Inside, the stage holds the part's weights."""
@@ -82,7 +72,7 @@ class WriteRequest:
         self._context = context
         # What a stage holds only in a scope is gone when it comes to writing.
         copy = copy or part.scope is not None
-        with part.held(), megatron_scope(context.device), in_process_writer():
+        with part.held(), megatron_scope(context.device), in_process_results():
             request: Any = dist_checkpointing.save(
                 _state(part, is_loading=False),
                 str(folder),
@@ -91,10 +81,15 @@ class WriteRequest:
                 content_metadata=_METADATA,
                 **_WRITER,
             )
-            # On a GPU this copies to the host.
-            buckets = request.preload_fn() if request.preload_fn is not None else []
-            if copy and context.device.kind == "cpu":
-                buckets = [_copied(bucket) for bucket in buckets]
+            if request.preload_fn is None:
+                buckets = []
+            elif part.source is not None:
+                buckets = [_late(bucket, part.stage, part.source) for bucket in request.async_fn_args[1]]
+            else:
+                # On a GPU this copies to the host.
+                buckets = request.preload_fn()
+                if copy and context.device.kind == "cpu":
+                    buckets = [_copied(bucket) for bucket in buckets]
         self._request, self._buckets = request, buckets
 
     def write(self) -> dict[Path, FileEntry]:
@@ -104,12 +99,12 @@ class WriteRequest:
         """
         if self._request.async_fn is None:
             return {}
-        rank, _, results = self._request.async_fn_args
-        self._request.async_fn(rank, self._buckets, results)
-        paths = [Path(bucket[0]) for bucket in self._buckets]
+        written = write_files(self._request.async_fn.args[0], self._buckets)
         # The copies need not wait for the other ranks.
         self._buckets = []
-        return {path: file_entry(path) for path in paths if path.exists()}
+        _, _, results = self._request.async_fn_args
+        results.put(written.outcome)
+        return written.entries
 
     def finish(self) -> None:
         """After every rank has written: collect the results and write Megatron's metadata. A collective."""
@@ -126,6 +121,11 @@ def load_part(part: ModelPart, checkpoint: Path, context: ParallelContext) -> No
             chunk.core.load_state_dict(loaded["model"][str(i)])
         if part.optimizer is not None:
             load_keeping_settings(part.optimizer, loaded["optimizer"])
+
+
+def stored_weights(part: ModelPart, checkpoint: Path) -> StoredWeights:
+    """The part's weights of a checkpoint, read one by one; its stage is on the device "meta"."""
+    return StoredWeights(_state(part, is_loading=True), part.stage, part.folder(checkpoint))
 
 
 def _state(part: ModelPart, *, is_loading: bool) -> dict[str, Any]:
@@ -151,3 +151,8 @@ def _strategy(context: ParallelContext) -> Any:
 def _copied(bucket: Any) -> Any:
     path, key, (bytes_data, tensor_data) = bucket
     return path, key, (bytes_data, [(item, tensor.clone()) for item, tensor in tensor_data])
+
+
+def _late(bucket: Any, stage: ModelStage, source: BlockSource) -> Any:
+    path, key, (bytes_data, tensor_data) = bucket
+    return path, key, (bytes_data, LateTensors(tensor_data, stage, source))

@@ -7,11 +7,12 @@ waits for lets training go on; one at a time.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -30,6 +31,7 @@ from megatron_klear.checkpoint.folder import (
     publish,
     step_folder,
 )
+from megatron_klear.checkpoint.inprocess import FAILURES
 from megatron_klear.checkpoint.manifest import (
     FileEntry,
     Manifest,
@@ -39,8 +41,9 @@ from megatron_klear.checkpoint.manifest import (
     read_manifest,
     write_manifest,
 )
-from megatron_klear.checkpoint.megatron_files import FAILURES, ModelPart, WriteRequest, load_part
+from megatron_klear.checkpoint.megatron_files import ModelPart, WriteRequest, load_part, stored_weights
 from megatron_klear.checkpoint.retention import Retention
+from megatron_klear.checkpoint.stream import ParameterSource
 from megatron_klear.config.model import Qwen3Shape
 from megatron_klear.config.rope import RopeConfig
 from megatron_klear.errors import CheckpointError
@@ -250,6 +253,13 @@ class CheckpointStore:
 
         With `any_rope` the model may have other rotary positions than it was saved with, which is then a warning.
         """
+        version = self._check_fits(part, saved, any_rope=any_rope)
+        with _unloadable(saved.folder):
+            load_part(part, saved.folder, self.context)
+        return version
+
+    def _check_fits(self, part: ModelPart, saved: Saved, *, any_rope: bool) -> int:
+        """Raise unless it can be loaded into this model; its version."""
         entry = saved.manifest.models.get(part.name)
         if entry is None:
             held = ", ".join(saved.manifest.models)
@@ -261,13 +271,6 @@ class CheckpointStore:
         wanted = part.entry.optimizer
         if wanted is not None and entry.optimizer != wanted:
             raise CheckpointError(_other_optimizer(saved.folder, entry.optimizer, wanted))
-        try:
-            load_part(part, saved.folder, self.context)
-        except FAILURES as error:
-            raise CheckpointError(
-                f"{saved.folder} could not be loaded ({reason(error)}); expected a whole checkpoint written by"
-                " megatron-klear: `megatron-klear checkpoint verify` looks at every file of it"
-            ) from error
         return entry.version
 
     def _check_same_rope(self, folder: Path, saved: RopeConfig, wanted: RopeConfig, *, any_rope: bool) -> None:
@@ -287,6 +290,33 @@ class CheckpointStore:
     def load_weights(self, stage: ModelStage, *, any_rope: bool = False) -> None:
         """The policy's weights of the newest checkpoint, and nothing else."""
         self.load(ModelPart(stage), self.open(), any_rope=any_rope)
+
+    @contextlib.contextmanager
+    def weights(self, stage: ModelStage) -> Iterator[ParameterSource]:
+        """The same for a stage on the device "meta": each parameter is read when it is asked for, by any rank.
+
+        One rank alone reads the large files for their checksums meanwhile: what it was given is right if this ends
+        well.
+        """
+        alone = self.context.topology.world_size == 1
+        saved, part = self.open(verify=not alone), ModelPart(stage)
+        large = [name for name in saved.manifest.files if alone and name.endswith(".distcp")]
+        self._check_fits(part, saved, any_rope=False)
+        if alone:
+            small = saved.manifest.files.keys() - large
+            faults = find_damage(saved.folder, saved.manifest, small)
+            faults += find_damage(saved.folder, saved.manifest, large, by_size=True)
+            if faults:
+                raise damaged(saved.folder, faults)
+        with ThreadPoolExecutor(1, thread_name_prefix="verify") as thread:
+            check = thread.submit(find_damage, saved.folder, saved.manifest, large)
+            try:
+                with _unloadable(saved.folder):
+                    yield stored_weights(part, saved.folder)
+            finally:
+                # Damage explains what else went wrong.
+                if check.result():
+                    raise damaged(saved.folder, check.result())
 
     def restore_rng(self, saved: Saved) -> bool:
         """Random state of this rank, where the checkpoint was written from the same layout; else False."""
@@ -309,6 +339,17 @@ def _together(work: Callable[[], T]) -> tuple[T | None, dict[int, str]]:
     except FAILURES as error:
         failure = str(error) if isinstance(error, CheckpointError) else reason(error)
     return result, {rank: text for rank, text in enumerate(gather_objects(failure)) if text is not None}
+
+
+@contextlib.contextmanager
+def _unloadable(folder: Path) -> Iterator[None]:
+    try:
+        yield
+    except FAILURES as error:
+        raise CheckpointError(
+            f"{folder} could not be loaded ({reason(error)}); expected a whole checkpoint written by"
+            " megatron-klear: `megatron-klear checkpoint verify` looks at every file of it"
+        ) from error
 
 
 def _layout(topology: Topology) -> dict[str, int]:

@@ -273,6 +273,14 @@ class SelectionConfig(Config):
     """Control experiment: permute the rewards at random over the whole step. Nothing should be learnt then."""
 
 
+class TrainConfig(Config):
+    """How an RL step trains on its rollouts."""
+
+    old_logprobs: Literal["recompute", "rollout", "current"] = "recompute"
+    """What ratios are against. recompute: a forward pass of the trainer before the first update. rollout: the engine's
+    log-probs, without a pass. current: the update's own, so that every ratio is 1; exact where a step is one update."""
+
+
 class DebugConfig(Config):
     """One half of the loop alone."""
 
@@ -312,6 +320,7 @@ class RlRecipe(_Recipe):
 
     data: PromptDataConfig
     rollout: RolloutConfig
+    train: TrainConfig = TrainConfig()
     loss: LossConfig
     advantage: AdvantageConfig = AdvantageConfig()
     kl: KlConfig = KlConfig()

@@ -11,10 +11,11 @@ from megatron_klear.config.loss import (
     CorrectionConfig,
     CriticConfig,
     KlConfig,
+    PolicyLossConfig,
     UserLossConfig,
 )
 from megatron_klear.config.names import NOT_GIVEN, USER_FUNCTION, is_user_function, missing_path_hint
-from megatron_klear.config.recipe import DebugConfig, RolloutConfig, SelectionConfig
+from megatron_klear.config.recipe import BatchConfig, DebugConfig, RolloutConfig, SelectionConfig, TrainConfig
 from megatron_klear.errors import Fault
 
 Faults = Iterator[Fault]
@@ -98,6 +99,35 @@ def _saved_rollouts_exist(debug: DebugConfig) -> Faults:
         yield Fault("debug.load_rollout_data", folder, "no such folder", missing_path_hint(Path(folder)))
 
 
+def _old_logprobs_are_there(
+    train: TrainConfig, loss: AggregationConfig, correction: CorrectionConfig, kl: KlConfig
+) -> Faults:
+    """What needs the trainer's own log-probs or entropies of before the update."""
+    old = train.old_logprobs
+    if old == "recompute":
+        return
+    if isinstance(loss, PolicyLossConfig) and loss.erc is not None:
+        yield Fault("train.old_logprobs", old, "loss.erc needs the entropies of a forward pass", "recompute")
+    if correction.type != "none":
+        reason = f"correction.type {correction.type} needs the trainer's log-probs beside the engine's"
+        yield Fault("train.old_logprobs", old, reason, "recompute, or correction.type none")
+    if old == "current" and isinstance(loss, UserLossConfig):
+        yield Fault("train.old_logprobs", old, "a loss of your own reads old_logprobs", "recompute or rollout")
+    if old == "current" and kl.kl_coef > 0 and kl.kl_in == "reward":
+        reason = "a KL penalty in the reward needs log-probs before the update"
+        yield Fault("train.old_logprobs", old, reason, "recompute or rollout")
+
+
+def _current_is_one_update(train: TrainConfig, rollout: RolloutConfig, batch: BatchConfig) -> Faults:
+    whole = rollout.rollout_batch_size * rollout.n_samples_per_prompt
+    if train.old_logprobs == "current" and batch.global_batch_size < whole:
+        reason = (
+            f"a step of {whole} samples in updates of batch.global_batch_size {batch.global_batch_size} is several:"
+            " from the second on, the ratio to the policy that sampled is not 1"
+        )
+        yield Fault("train.old_logprobs", "current", reason, f"recompute, or batch.global_batch_size {whole}")
+
+
 RL_RULES: tuple[tuple[Callable[..., Faults], tuple[str, ...]], ...] = (
     (_own_loss_is_a_function, ("loss",)),
     (_sum_norm_has_its_constant, ("loss",)),
@@ -106,6 +136,8 @@ RL_RULES: tuple[tuple[Callable[..., Faults], tuple[str, ...]], ...] = (
     (_critic_is_for_gae, ("advantage", "critic")),
     (_groups_have_spread, ("rollout", "advantage", "selection")),
     (_buffer_lies_in_the_response, ("selection", "rollout")),
+    (_old_logprobs_are_there, ("train", "loss", "correction", "kl")),
+    (_current_is_one_update, ("train", "rollout", "batch")),
     (_one_half_alone, ("debug",)),
     (_saved_rollouts_exist, ("debug",)),
 )

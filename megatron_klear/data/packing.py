@@ -26,7 +26,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -197,10 +197,14 @@ def _micro_batch(chosen: Sequence[Sample], indices: Bin, sizes: Sequence[int], w
     ends = widths.cumsum(0)
     starts = ends - widths
 
-    def per_position(rows: Sequence[Sequence[float]], dtype: torch.dtype) -> Tensor:
+    positions = torch.arange(sum(sizes)) - starts.repeat_interleave(widths)
+    is_sample = torch.arange(len(sizes)) < len(chosen)
+    filled = positions < (torch.tensor(true_lengths) * is_sample).repeat_interleave(widths)
+
+    def per_position(rows: Iterable[Sequence[float]], dtype: torch.dtype) -> Tensor:
         flat = torch.zeros(sum(sizes), dtype=dtype)
-        for row, start in zip(rows, starts[: len(rows)].tolist(), strict=True):
-            flat[start : start + len(row)] = torch.tensor(row, dtype=dtype)
+        # One conversion for all rows: a tensor of each would take most of the time of packing.
+        flat[filled] = torch.tensor(list(itertools.chain.from_iterable(rows)), dtype=dtype)
         return flat
 
     def of_sequences(numbers: Sequence[float]) -> Tensor:
@@ -213,7 +217,7 @@ def _micro_batch(chosen: Sequence[Sample], indices: Bin, sizes: Sequence[int], w
     return MicroBatch(
         token_ids=per_position([sample.token_ids for sample in chosen], torch.int64),
         labels=per_position([[*sample.token_ids[1:], 0] for sample in chosen], torch.int64),
-        positions=torch.arange(sum(sizes)) - starts.repeat_interleave(widths),
+        positions=positions,
         cu_seqlens=torch.cat([torch.zeros(1, dtype=torch.int64), ends]).to(torch.int32),
         true_lengths=torch.tensor(true_lengths, dtype=torch.int32),
         sequence_ids=torch.arange(len(sizes)).repeat_interleave(widths),

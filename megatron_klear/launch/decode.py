@@ -13,14 +13,14 @@ from megatron_klear.launch.workload import response_lengths
 
 # An engine with CUDA graphs spends this on scheduling and sampling a token of all rows.
 SERVER_OVERHEAD_S = 2e-3
-# The embedded engine starts about 40 small kernels a layer from Python.
-EMBEDDED_LAYER_OVERHEAD_S = 40 * 6e-6
+# The embedded engine starts about 25 small kernels a layer from Python.
+EMBEDDED_LAYER_OVERHEAD_S = 25 * 6e-6
 # Two small all-reduces a layer among the GPUs of one engine.
 ALL_REDUCE_S = 15e-6
 # Share of its GPUs' memory that an engine takes.
 SERVER_MEMORY = 0.8
-# The embedded engine reads the cache up to its longest row, and copies it before the products.
-EMBEDDED_CACHE_FACTOR = 3.0
+# The embedded engine reads every row from the start of the longest one, and copies the cache every 32nd step.
+EMBEDDED_CACHE_FACTOR = 1.5
 _POINTS = 64
 
 

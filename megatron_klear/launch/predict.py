@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from megatron_klear.config.recipe import RlRecipe
 from megatron_klear.launch.compute import PassSeconds, backward_seconds, flops_per_token, forward_seconds
 from megatron_klear.launch.decode import Rollout, rollout_of
 from megatron_klear.launch.hardware import EFFICIENCIES
@@ -178,7 +179,7 @@ def _pipelined(job: Job, seconds: float) -> float:
 def _annotate_seconds(job: Job, forward: float) -> float:
     passes = job.work.num_forward_passes + job.work.has_critic
     seconds = passes * job.work.num_updates * _pipelined(job, forward)
-    if job.work.num_forward_passes > 1:
+    if isinstance(job.recipe, RlRecipe) and job.recipe.kl.kl_coef > 0:
         # The reference's weights come from the host, the policy's go there and back.
         weights = max(rank_parameters(job.shape, job.model, job.layout, i).total for i in range(job.layout.pipeline))
         seconds += 3 * weights * job.e / HOST_BYTES_PER_S

@@ -112,7 +112,7 @@ def workload_of(recipe: Recipe, assumed: Assumptions) -> Workload:
         mean_response=mean,
         longest_response=longest,
         longest_sample=recipe.data.max_prompt_len + longest,
-        num_forward_passes=1 + (recipe.kl.kl_coef > 0),
+        num_forward_passes=(recipe.train.old_logprobs == "recompute") + (recipe.kl.kl_coef > 0),
         has_critic=recipe.critic is not None and recipe.advantage.type == "gae",
     )
 

@@ -29,12 +29,16 @@ from megatron_klear.losses.terms import LossTerms, RlLoss
 from megatron_klear.protocols import PolicyLoss
 
 
-def build_loss(config: LossConfig, kl: KlConfig) -> PolicyLoss:
-    """The loss a recipe names, with its terms. Raises `ConfigError` for a path of your own that does not import."""
+def build_loss(config: LossConfig, kl: KlConfig, *, on_policy: bool = False) -> PolicyLoss:
+    """The loss a recipe names, with its terms; `on_policy` for ratios that are 1.
+
+    Raises `ConfigError` for a path of your own that does not import.
+    """
     if isinstance(config, UserLossConfig):
         return _load(config.type)
     in_loss = kl if kl.kl_coef > 0 and kl.kl_in == "loss" else None
-    return RlLoss(_policy_loss(config), LossTerms(config.erc, in_loss, config.entropy_coef))
+    terms = LossTerms(config.erc, in_loss, config.entropy_coef)
+    return RlLoss(_policy_loss(config), terms, on_policy=on_policy)
 
 
 def _policy_loss(config: LossConfig) -> ClippedLoss:

@@ -42,9 +42,11 @@ class LossTerms:
 class RlLoss:
     """A policy loss with its terms: a `PolicyLoss`, and separable over tokens unless its ratio is of a sequence."""
 
-    def __init__(self, policy: ClippedLoss, terms: LossTerms) -> None:
+    def __init__(self, policy: ClippedLoss, terms: LossTerms, *, on_policy: bool = False) -> None:
+        """With `on_policy` every ratio is 1, whatever the old log-probs say."""
         self.policy = policy
         self.terms = terms
+        self.on_policy = on_policy
         erc, kl = terms.erc, terms.kl
         self._kernel_terms = Terms(
             policy.rule,
@@ -71,7 +73,7 @@ class RlLoss:
         scale, kl = micro_batch.token_scale, self.terms.kl
         return TokenInputs(
             advantages=micro_batch.advantages,
-            old_logprobs=micro_batch.old_logprobs,
+            old_logprobs=None if self.on_policy else micro_batch.old_logprobs,
             policy_scale=scale * micro_batch.policy_weights,
             old_entropy=micro_batch.old_entropy if self.terms.erc is not None else None,
             nll_scale=micro_batch.nll_scale,
@@ -83,7 +85,7 @@ class RlLoss:
     def _evaluate(self, stats: TokenStats, micro_batch: MicroBatch) -> TokenTerms:
         current = stats.logprobs.detach()
         entropy = stats.entropy.detach() if stats.entropy is not None else None
-        log_ratio = self.policy.log_ratio(current, micro_batch)
+        log_ratio = torch.zeros_like(current) if self.on_policy else self.policy.log_ratio(current, micro_batch)
         return token_terms(current, entropy, self._inputs(micro_batch), self._kernel_terms, log_ratio)
 
     def _metrics(self, found: TokenTerms, micro_batch: MicroBatch) -> dict[str, Metric]:
@@ -136,6 +138,12 @@ class SftLoss:
     def metrics(self, stats: TokenStats, micro_batch: MicroBatch) -> dict[str, Metric]:
         """What a call reports."""
         return self(stats, micro_batch).metrics
+
+
+def engine_difference(logprobs: Tensor, micro_batch: MicroBatch) -> dict[str, Metric]:
+    """How far the trainer's log-probs [T] are from those of the engine that sampled."""
+    difference = (logprobs - micro_batch.rollout_logprobs).abs()
+    return {"train/train_rollout_logprob_abs_diff": token_mean(difference, trained(micro_batch))}
 
 
 def token_mean(values: Tensor, mask: Tensor) -> Metric:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -23,6 +24,11 @@ from megatron_klear.types import Topology
 
 TensorSource = Callable[[str], Tensor]
 """Gives the full tensor of a Hugging Face name; raises CheckpointError if there is none."""
+
+
+def _joined(parts: Sequence[Tensor], dim: int = 0) -> Tensor:
+    """The parts behind each other; a single one is not copied."""
+    return torch.cat(list(parts), dim=dim) if len(parts) > 1 else parts[0]
 
 
 @dataclass(frozen=True)
@@ -44,6 +50,10 @@ class Mapping(ABC):
     @abstractmethod
     def cut(self, full: Sequence[Tensor], tensor_rank: int, tensor_size: int) -> Tensor:
         """The shard of one tensor-parallel rank."""
+
+    def blocks(self, full: Sequence[Tensor], tensor_rank: int, tensor_size: int) -> list[Tensor]:
+        """The same in blocks of rows, which behind each other are the shard: what need not be copied is not."""
+        return [self.cut(full, tensor_rank, tensor_size)]
 
     @abstractmethod
     def join(self, shards: Sequence[Tensor]) -> list[Tensor]:
@@ -69,7 +79,7 @@ class ColumnSlices(Mapping):
         return full[0].chunk(tensor_size, dim=1)[tensor_rank]
 
     def join(self, shards: Sequence[Tensor]) -> list[Tensor]:  # noqa: D102  inherited
-        return [torch.cat(list(shards), dim=1)]
+        return [_joined(shards, dim=1)]
 
 
 @dataclass(frozen=True)
@@ -77,11 +87,14 @@ class GatedMlp(Mapping):
     """gate and up, each split along the output dimension; a rank holds [its gate rows; its up rows]."""
 
     def cut(self, full: Sequence[Tensor], tensor_rank: int, tensor_size: int) -> Tensor:  # noqa: D102  inherited
-        return torch.cat([t.chunk(tensor_size)[tensor_rank] for t in full])
+        return torch.cat(self.blocks(full, tensor_rank, tensor_size))
+
+    def blocks(self, full: Sequence[Tensor], tensor_rank: int, tensor_size: int) -> list[Tensor]:  # noqa: D102  inherited
+        return [t.chunk(tensor_size)[tensor_rank] for t in full]
 
     def join(self, shards: Sequence[Tensor]) -> list[Tensor]:  # noqa: D102  inherited
         halves = [shard.chunk(2) for shard in shards]
-        return [torch.cat([half[i] for half in halves]) for i in (0, 1)]
+        return [_joined([half[i] for half in halves]) for i in (0, 1)]
 
 
 @dataclass(frozen=True)
@@ -101,7 +114,7 @@ class QueryKeyValue(Mapping):
 
     def join(self, shards: Sequence[Tensor]) -> list[Tensor]:  # noqa: D102  inherited
         width = shards[0].size(-1)
-        grouped = torch.cat(list(shards)).view(self.num_groups, -1, width)
+        grouped = _joined(shards).view(self.num_groups, -1, width)
         q_rows = grouped.size(1) - 2 * self.head_dim
         return [t.reshape(-1, width) for t in grouped.split([q_rows, self.head_dim, self.head_dim], dim=1)]
 
@@ -114,10 +127,12 @@ class VocabularyRows(Mapping):
 
     def cut(self, full: Sequence[Tensor], tensor_rank: int, tensor_size: int) -> Tensor:  # noqa: D102  inherited
         padding = padded_vocab_size(self.vocab_size, tensor_size) - self.vocab_size
-        return torch.nn.functional.pad(full[0], (0, 0, 0, padding)).chunk(tensor_size)[tensor_rank]
+        # Padding copies, also by nothing.
+        rows = torch.nn.functional.pad(full[0], (0, 0, 0, padding)) if padding else full[0]
+        return rows.chunk(tensor_size)[tensor_rank]
 
     def join(self, shards: Sequence[Tensor]) -> list[Tensor]:  # noqa: D102  inherited
-        return [torch.cat(list(shards))[: self.vocab_size]]
+        return [_joined(shards)[: self.vocab_size]]
 
 
 def _stage_of(mapping: Mapping, stage: ModelStage) -> int:
@@ -145,29 +160,48 @@ def _split(mapping: Mapping, topology: Topology) -> tuple[int, int]:
     return (topology.tensor_rank, topology.tensor_size) if mapping.expert is None else (0, 1)
 
 
+def import_shards(
+    stage: ModelStage, table: Sequence[Mapping], source: TensorSource
+) -> dict[str, Callable[[], list[Tensor]]]:
+    """For each of this rank's parameters what makes its value, in blocks of rows, from full Hugging Face tensors.
+
+    Shapes must match. None is left out but a value head. A block that is one whole tensor shares the source's memory.
+    """
+    topology = stage.topology
+    targets = {m.megatron_name: m for m in table if _is_here(m, stage)}
+    if stage.shape.tie_word_embeddings and topology.is_last_stage and not topology.is_first_stage:
+        # The last stage holds its own copy of the tied embedding; Megatron keeps the two equal from here on.
+        targets["output_layer.weight"] = next(m for m in table if m.megatron_name == EMBEDDING)
+    missing = {name for name, _ in stage.named_parameters()} - {VALUE_HEAD} - targets.keys()
+    assert not missing, f"the mapping table fills no {sorted(missing)}"
+
+    def make(mapping: Mapping) -> list[Tensor]:
+        full = []
+        for name, shape in mapping.hf_shapes.items():
+            full.append(source(name))
+            check_shape(name, full[-1].shape, shape)
+        return mapping.blocks(full, *_split(mapping, topology))
+
+    return {name: partial(make, mapping) for name, mapping in targets.items()}
+
+
+def check_shape(name: str, found: Sequence[int], expected: tuple[int, ...]) -> None:
+    """Raise `CheckpointError` unless a Hugging Face tensor has the shape that config.json asks for."""
+    if tuple(found) != expected:
+        raise CheckpointError(
+            f"{name} has shape {tuple(found)}, but config.json asks for {expected}; the weights belong to another model"
+        )
+
+
 @torch.no_grad()
 def import_weights(stage: ModelStage, table: Sequence[Mapping], source: TensorSource) -> None:
     """Fill this rank's parameters from full Hugging Face tensors. Every parameter must be filled, shapes must match."""
-    topology = stage.topology
     parameters = dict(stage.named_parameters())
-    missing = set(parameters) - {VALUE_HEAD}
-    targets = [(m, m.megatron_name) for m in table if _is_here(m, stage)]
-    if stage.shape.tie_word_embeddings and topology.is_last_stage and not topology.is_first_stage:
-        # The last stage holds its own copy of the tied embedding; Megatron keeps the two equal from here on.
-        targets += [(m, "output_layer.weight") for m in table if m.megatron_name == EMBEDDING]
-    for mapping, name in targets:
-        full = []
-        for hf_name, expected in mapping.hf_shapes.items():
-            tensor = source(hf_name)
-            if tuple(tensor.shape) != expected:
-                raise CheckpointError(
-                    f"{hf_name} has shape {tuple(tensor.shape)}, but config.json asks for {expected};"
-                    " the weights belong to another model"
-                )
-            full.append(tensor)
-        parameters[name].copy_(mapping.cut(full, *_split(mapping, topology)))
-        missing.discard(name)
-    assert not missing, f"the mapping table fills no {sorted(missing)}"
+    for name, make in import_shards(stage, table, source).items():
+        blocks = make()
+        parts = parameters[name].split([len(block) for block in blocks])
+        for part, block in zip(parts, blocks, strict=True):
+            part.copy_(block)
 
 
 EMBEDDING = "embedding.word_embeddings.weight"
@@ -175,12 +209,16 @@ EMBEDDING = "embedding.word_embeddings.weight"
 
 @torch.no_grad()
 def export_weights(
-    stage: ModelStage, table: Sequence[Mapping], context: ParallelContext
+    stage: ModelStage,
+    table: Sequence[Mapping],
+    context: ParallelContext,
+    values: Callable[[str], Tensor] | None = None,
 ) -> Iterator[tuple[str, Tensor]]:
     """Full tensors under Hugging Face names, one mapping at a time, on rank 0. COLLECTIVE.
 
     Every rank must exhaust it: replica 0 gives what is not an expert's, but experts may live on ranks of any replica.
-    Ranks other than 0 get nothing; at most one parameter is held in full at a time.
+    Ranks other than 0 get nothing; at most one parameter is held in full at a time. The values are the stage's own, or
+    for a stage on the device "meta" what `values` gives by name.
     """
     topology = stage.topology
     holders = _holders(gather_objects(topology))
@@ -188,7 +226,13 @@ def export_weights(
     device = context.device.torch_device
     for mapping in table:
         sources = holders[_stage_of(mapping, stage), _expert_rank(mapping, stage)]
-        local = parameters[mapping.megatron_name].detach() if topology.rank in sources else None
+        local = None
+        if topology.rank in sources:
+            name = mapping.megatron_name
+            local = parameters[name].detach() if values is None else values(name)
+            if sources != [0]:
+                # Between ranks only tensors of the backend's device travel.
+                local = local.to(device)
         like = None
         if topology.rank == 0:
             zeros = [torch.empty(shape, device="meta") for shape in mapping.hf_shapes.values()]

@@ -8,6 +8,7 @@ small operation, so it is entered only around Megatron's own build, schedule, op
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
@@ -111,6 +112,7 @@ def _patches() -> list[tuple[Any, str, Any]]:
     ]
 
 
+@functools.cache
 def _check_version() -> None:
     found = version("megatron-core")
     if not found.startswith(SUPPORTED_MEGATRON):

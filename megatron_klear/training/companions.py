@@ -9,7 +9,7 @@ import torch
 from megatron_klear.checkpoint.folder import TRACKER
 from megatron_klear.checkpoint.hf import open_folder
 from megatron_klear.checkpoint.store import CheckpointStore
-from megatron_klear.config.loss import CorrectionConfig, KlConfig
+from megatron_klear.config.loss import KlConfig
 from megatron_klear.config.recipe import RlRecipe
 from megatron_klear.losses.gae import ValueLoss
 from megatron_klear.models.build import VALUE_HEAD, ModelStage
@@ -37,9 +37,9 @@ class Companions:
         dumps = Path(recipe.run.output_dir) / "nonfinite" / "critic"
         self.guard = NonFiniteGuard(recipe.health, dumps, loss="critic/loss")
 
-    def annotators(self, policy: Policy, correction: CorrectionConfig) -> Annotators:
+    def annotators(self, policy: Policy, recipe: RlRecipe) -> Annotators:
         """Who looks at a step's micro-batches."""
-        return Annotators(policy, correction, self.reference, self.critic)
+        return Annotators(policy, recipe.correction, recipe.train.old_logprobs, self.reference, self.critic)
 
     def update_critic(self, step: int, batch: TrainBatch) -> StepReport | None:
         """One update of the critic, if there is one."""

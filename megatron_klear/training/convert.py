@@ -6,7 +6,8 @@ Under torchrun each rank fills or gives only its own shards; tensors are streame
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -23,7 +24,7 @@ from megatron_klear.config.rules import check_sections
 from megatron_klear.data.packing import PackSpec, flatten, pack, unflatten
 from megatron_klear.errors import ConfigError
 from megatron_klear.models.build import DTYPES, ModelStage, build_stage
-from megatron_klear.models.hf_bridge import export_weights, import_weights
+from megatron_klear.models.hf_bridge import export_weights, import_shards
 from megatron_klear.models.qwen3.hf_map import qwen3_table
 from megatron_klear.parallel.broadcast import from_last_stage
 from megatron_klear.parallel.context import split_batch, whole_rows
@@ -95,20 +96,27 @@ def megatron_logits(stage: ModelStage, rows: Sequence[Tensor], context: Parallel
 
 def _import(stage: ModelStage, args: argparse.Namespace, context: ParallelContext) -> str:
     with open_folder(args.hf, stage.shape) as source:
-        import_weights(stage, qwen3_table(stage.shape), source)
-    if context.is_main:
-        Path(args.megatron).mkdir(parents=True, exist_ok=True)
-    folder = CheckpointStore(args.megatron, context).save([ModelPart(stage)], RunRecord(0, "weights"))
+        shards = import_shards(stage, qwen3_table(stage.shape), source)
+        if context.is_main:
+            Path(args.megatron).mkdir(parents=True, exist_ok=True)
+        part = ModelPart(stage, source=lambda name: shards[name]())
+        folder = CheckpointStore(args.megatron, context).save([part], RunRecord(0, "weights"))
     return f"imported {args.hf} to {folder}"
 
 
+def _stored_weights(
+    stage: ModelStage, args: argparse.Namespace, context: ParallelContext
+) -> Iterator[tuple[str, Tensor]]:
+    """Raises in the end if the checkpoint is damaged, so that nothing of it gets a name. A collective."""
+    with CheckpointStore(args.megatron, context).weights(stage) as values:
+        yield from export_weights(stage, qwen3_table(stage.shape), context, values)
+
+
 def _export(stage: ModelStage, args: argparse.Namespace, context: ParallelContext) -> str:
-    CheckpointStore(args.megatron, context).load_weights(stage)
     writer = None
     if context.is_main:
         writer = HfWriter(args.out, stage.shape, template=args.hf, max_shard_bytes=args.max_shard_bytes)
-    weights = export_weights(stage, qwen3_table(stage.shape), context)
-    done = export_folder(weights, writer, dtype=DTYPES[args.params_dtype])
+    done = export_folder(_stored_weights(stage, args, context), writer, dtype=DTYPES[args.params_dtype])
     if done is None:
         return ""
     return (
@@ -165,8 +173,10 @@ def main(argv: Sequence[str]) -> int:
     if faults:
         raise ConfigError("; ".join(map(str, faults)), faults)
     with parallel_context(parallel) as context:
-        on_cpu = context.device.kind == "cpu"
-        with megatron_scope(context.device):
+        # What only moves weights needs no memory for them, and no GPU.
+        streams = args.action != "verify"
+        on_cpu = streams or context.device.kind == "cpu"
+        with megatron_scope(context.device), torch.device("meta") if streams else contextlib.nullcontext():
             stage = build_stage(shape, parallel, context.topology, dtype=DTYPES[args.params_dtype], on_cpu=on_cpu)
         message = _ACTIONS[args.action](stage, args, context)
         if context.is_main:

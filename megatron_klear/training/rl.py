@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from torch import Tensor
 from tqdm import tqdm
 
 from megatron_klear.config.loss import UserLossConfig
@@ -13,10 +14,12 @@ from megatron_klear.config.recipe import RlRecipe
 from megatron_klear.data.aggregation import Aggregation
 from megatron_klear.data.packing import pack, split_updates
 from megatron_klear.data.prompts import ItemStream
+from megatron_klear.errors import DataError
 from megatron_klear.losses.advantages import build_advantage
 from megatron_klear.losses.registry import build_loss
-from megatron_klear.metrics import results
-from megatron_klear.parallel.broadcast import main_first
+from megatron_klear.losses.terms import engine_difference
+from megatron_klear.metrics import merge, results
+from megatron_klear.parallel.broadcast import main_first, reduce_metrics
 from megatron_klear.rollout.replay import load_rollout, save_rollout
 from megatron_klear.rollout.sampler import (
     SamplingPlan,
@@ -27,7 +30,7 @@ from megatron_klear.rollout.sampler import (
     score,
     select,
 )
-from megatron_klear.training.annotate import annotate
+from megatron_klear.training.annotate import annotate, last_stage
 from megatron_klear.training.command import recipe_of
 from megatron_klear.training.companions import build_companions
 from megatron_klear.training.credit import gae_advantages, penalised_advantages
@@ -38,6 +41,7 @@ from megatron_klear.training.observe import record_samples
 from megatron_klear.training.run import Run, loop, open_run, pack_spec
 from megatron_klear.types import Prompt, RolloutBatch, Sample, StepReport, TrainBatch
 
+ENGINE_DIFFERENCE = "train/train_rollout_logprob_abs_diff"
 LINE = (
     "rollout/reward",
     "rollout/accuracy",
@@ -46,7 +50,7 @@ LINE = (
     "train/grad_norm",
     "train/clip_fraction_low",
     "train/clip_fraction_high",
-    "train/train_rollout_logprob_abs_diff",
+    ENGINE_DIFFERENCE,
     "perf/step_time",
 )
 
@@ -80,7 +84,8 @@ class RlTrainer:
         self.recipe = recipe
         with main_first():
             self.source = _load_prompts(run, recipe)
-        self.loss = build_loss(recipe.loss, recipe.kl)
+        self.old_logprobs = recipe.train.old_logprobs
+        self.loss = build_loss(recipe.loss, recipe.kl, on_policy=self.old_logprobs == "current")
         self.advantage = build_advantage(recipe.advantage)
         self.companions = build_companions(run, recipe)
         self.aggregation = Aggregation(recipe.loss.loss_agg_mode, recipe.loss.loss_scale_factor)
@@ -94,12 +99,14 @@ class RlTrainer:
         plan = self._plan(step) if run.main is not None else StepPlan()
         clock.lap("rollout_time")
         batches = run.distribute(plan.batches if run.main is not None else None)
-        metrics = annotate(batches, self.companions.annotators(run.policy, self.recipe.correction))
-        if batches:
-            check_engine_agrees(metrics["train/train_rollout_logprob_abs_diff"], self.recipe.health)
+        metrics = annotate(batches, self.companions.annotators(run.policy, self.recipe))
+        if batches and self.old_logprobs == "recompute":
+            check_engine_agrees(metrics[ENGINE_DIFFERENCE], self.recipe.health)
         self._assign_credit(batches, plan)
         clock.lap("annotate_time")
-        reports = [self._update(step, batch, plan, last=batch is batches[-1]) for batch in batches]
+        reports = [
+            self._update(step, batch, plan, first=batch is batches[0], last=batch is batches[-1]) for batch in batches
+        ]
         clock.lap("train_time")
         run.push_weights()
         self.companions.after_step(step, run.policy.stage)
@@ -119,7 +126,15 @@ class RlTrainer:
             assign_advantages(rollout, self.advantage)
         if debug.rollout_only or not rollout.samples:
             return StepPlan(rollout)
-        updates = split_updates(rollout.samples, self.recipe.batch.global_batch_size)
+        most = self.recipe.batch.global_batch_size
+        updates = split_updates(rollout.samples, most)
+        if self.old_logprobs == "current" and len(updates) > 1:
+            # Sampled here they cannot be more than the recipe's rules allow, but saved ones can.
+            raise DataError(
+                f"step {step} has {len(rollout.samples)} samples, in updates of batch.global_batch_size {most} several:"
+                " from the second on ratios are not 1, as train.old_logprobs current takes them to be; give the recipe"
+                " the rollout and batch sizes of the run that saved them, or set train.old_logprobs recompute"
+            )
         spec, alpha = pack_spec(self.run), self.recipe.loss.sft_loss_coef
         batches = [pack(part, spec, sft_loss_coef=alpha, aggregation=self.aggregation) for part in updates]
         return StepPlan(rollout, updates, batches)
@@ -172,19 +187,32 @@ class RlTrainer:
                 context=self.run.context,
             )
 
-    def _update(self, step: int, batch: TrainBatch, plan: StepPlan, *, last: bool) -> StepReport:
+    def _update(self, step: int, batch: TrainBatch, plan: StepPlan, *, first: bool, last: bool) -> StepReport:
         run = self.run
         critic = self.companions.update_critic(step, batch)
         if critic is not None and step <= self.companions.critic_warmup_steps:
             return critic
         outcome = run.policy.update(batch, self.loss)
-        run.guard.check(step, outcome.report, run.policy, batch)
-        if not self.checked and not outcome.report.skipped:
-            check_first_update(outcome.report.metrics)
+        report = outcome.report
+        run.guard.check(step, report, run.policy, batch)
+        if self.old_logprobs != "recompute" and first:
+            report = replace(report, metrics=report.metrics | self._engine_difference(batch, outcome.logprobs))
+        if self.old_logprobs == "current":
+            for micro_batch, logprobs in last_stage(batch, outcome.logprobs):
+                micro_batch.old_logprobs = logprobs
+        if not self.checked and not report.skipped:
+            check_first_update(report.metrics, on_policy=self.old_logprobs != "rollout")
             self.checked = True
         if last:
             record_samples(run, step, batch, outcome.logprobs, plan.updates[-1] if plan.updates else (), self.loss)
-        return outcome.report if critic is None else outcome.report.joined(critic)
+        return report if critic is None else report.joined(critic)
+
+    def _engine_difference(self, batch: TrainBatch, logprobs: list[Tensor]) -> dict[str, float]:
+        """What `annotate` finds where it makes a pass. The update was made, but nothing is saved or sampled from it."""
+        parts = [engine_difference(current, micro_batch) for micro_batch, current in last_stage(batch, logprobs)]
+        found = reduce_metrics(merge(parts), self.run.context)
+        check_engine_agrees(found[ENGINE_DIFFERENCE], self.recipe.health)
+        return found
 
     def _metrics(
         self, rollout: RolloutBatch, reports: list[StepReport], annotated: Mapping[str, float]
@@ -195,7 +223,8 @@ class RlTrainer:
         if "rollout/reward" in numbers:
             self.alarm.see(numbers["rollout/reward"])
         for name in reports[0].metrics if reports else ():
-            numbers[name] = sum(report.metrics[name] for report in reports) / len(reports)
+            values = [report.metrics[name] for report in reports if name in report.metrics]
+            numbers[name] = sum(values) / len(values)
         return numbers
 
 
@@ -229,7 +258,8 @@ def _load_prompts(run: Run, recipe: RlRecipe) -> PromptSource | None:
     return PromptSource(kept.prompts, stream)
 
 
-def _head_settings(recipe: RlRecipe) -> HeadSettings:
+def head_settings(recipe: RlRecipe) -> HeadSettings:
+    """What the output layer must give for this recipe's loss."""
     # A loss of your own may use the entropy; without a gradient it would do so in vain.
     bonus = isinstance(recipe.loss, UserLossConfig) or recipe.loss.entropy_coef > 0
     # Advantages are final when packed, unless a critic or a penalty in the reward makes them later.
@@ -246,7 +276,7 @@ def _head_settings(recipe: RlRecipe) -> HeadSettings:
 def train(recipe: RlRecipe) -> None:
     """Run a recipe to its end, on every rank."""
     decay_iters = recipe.optimizer.lr_decay_iters or 1
-    with open_run(recipe, decay_iters=decay_iters, head=_head_settings(recipe)) as run:
+    with open_run(recipe, decay_iters=decay_iters, head=head_settings(recipe)) as run:
         trainer = RlTrainer(run, recipe)
         run.push_weights()
 

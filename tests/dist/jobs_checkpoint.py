@@ -20,8 +20,9 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
 from dist.world import Arrays, Layout, exported, gppo, ragged_samples, random_fill, world
 from helpers.tiny_qwen3 import tiny_shape
+from megatron_klear.checkpoint import megatron_files
 from megatron_klear.checkpoint.folder import latest_step
-from megatron_klear.checkpoint.inprocess import in_process_writer
+from megatron_klear.checkpoint.inprocess import in_process_results
 from megatron_klear.checkpoint.megatron_files import ModelPart, WriteRequest
 from megatron_klear.checkpoint.store import CheckpointStore, RunRecord
 from megatron_klear.config.model import Qwen3Shape
@@ -279,34 +280,33 @@ def crash_while_saving(rank: int, world_size: int, layout: Layout, folder: str) 
         store = CheckpointStore(folder, here.context)
         policy = here.policy(shape, random_fill(shape, seed=1), optimizer=MOVING)
         # The tensors are written, the metadata is not.
-        original = filesystem_async.FileSystemWriterAsync.write_preloaded_data
+        original = megatron_files.write_files
 
-        def write_and_die(*args: Any, **kwargs: Any) -> None:
-            original(*args, **kwargs)
+        def write_and_die(*args: Any) -> None:
+            original(*args)
             os._exit(9)
 
-        filesystem_async.FileSystemWriterAsync.write_preloaded_data = staticmethod(write_and_die)  # type: ignore
+        megatron_files.write_files = write_and_die  # type: ignore[assignment]
         store.save([part_of(policy)], RunRecord(2, "weights"))
 
 
 def leftovers(rank: int, world_size: int, layout: Layout, folder: str) -> tuple[int, bool, bool]:
-    """(child processes after a save, are the patches in place inside, and gone after an exception)."""
+    """(child processes after a save, is the patch in place inside, and gone after an exception)."""
 
-    def patched() -> tuple[object, object]:
-        writer = vars(filesystem_async.FileSystemWriterAsync)
-        return vars(filesystem_async)["_get_write_results_queue"], writer["write_preloaded_data_multiproc"]
+    def patched() -> object:
+        return vars(filesystem_async)["_get_write_results_queue"]
 
-    shape, originals = tiny_shape(True), patched()
+    shape, original = tiny_shape(True), patched()
     with world(layout) as here:
         policy = here.policy(shape, random_fill(shape), optimizer=MOVING)
         CheckpointStore(ready(folder), here.context).save([part_of(policy)], RunRecord(1, "weights"))
         children = len(psutil.Process().children(recursive=True))
     try:
-        with in_process_writer():
-            inside = all(a is not b for a, b in zip(patched(), originals, strict=True))
+        with in_process_results():
+            inside = patched() is not original
             raise KeyError
     except KeyError:
-        return children, inside, all(a is b for a, b in zip(patched(), originals, strict=True))
+        return children, inside, patched() is original
 
 
 def fill_from(rank: int, world_size: int, layout: Layout, folder: str, dtype: str) -> tuple[Arrays, Arrays]:

@@ -10,9 +10,10 @@ from pathlib import Path
 import torch
 
 from dist.world import Arrays, Layout, World, exported, gppo, gradients, ragged_samples, random_fill, tiny, world
-from megatron_klear.config.loss import CorrectionConfig
+from megatron_klear.config.loss import CorrectionConfig, GppoLossConfig, KlConfig
 from megatron_klear.config.recipe import HealthConfig, OptimizerConfig
 from megatron_klear.errors import TrainingError
+from megatron_klear.losses.registry import build_loss
 from megatron_klear.training.annotate import Annotators, annotate
 from megatron_klear.training.health import NonFiniteGuard
 from megatron_klear.training.policy import Policy
@@ -50,6 +51,17 @@ def first_update(rank: int, world_size: int, layout: Layout, dtype: str) -> tupl
         batch = here.batch(ragged_samples(), BUDGET)
         annotate([batch], Annotators(policy, CorrectionConfig()))
         return tuple(policy.update(batch, gppo()).report.metrics for _ in range(2))  # type: ignore[return-value]
+
+
+def first_gradients(rank: int, world_size: int, layout: Layout, dtype: str, on_policy: bool) -> Arrays:
+    """Gradients of the first update: with old log-probs of a pass, or without any."""
+    with world(layout) as here:
+        policy = here.policy(tiny(False), optimizer=MOVING, dtype=dtype, sharded_optimizer=False)
+        batch = here.batch(ragged_samples(), BUDGET)
+        old = "current" if on_policy else "recompute"
+        annotate([batch], Annotators(policy, CorrectionConfig(), old))
+        policy.update(batch, build_loss(GppoLossConfig(type="gppo"), KlConfig(), on_policy=on_policy))
+        return gradients(policy)
 
 
 @dataclass(frozen=True)

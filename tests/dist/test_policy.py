@@ -47,6 +47,15 @@ def test_the_ratio_of_the_first_update_is_exactly_1(pool: Pool, layout: Layout, 
         assert second["train/ratio_deviation_max"] > 0.0
 
 
+@pytest.mark.parametrize("layout", [ONE, FULL, Layout(dp=2)], ids=str)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_first_update_needs_no_old_log_probs(pool: Pool, layout: Layout, dtype: str) -> None:
+    job = "dist.jobs_policy:first_gradients"
+    with_pass, without = (pool.run(layout.world_size, job, layout, dtype, on)[0] for on in (False, True))
+    assert any(gradient.any() for gradient in with_pass.values())
+    assert_same(without, with_pass)
+
+
 def poisoned(pool: Pool, layout: Layout, poison: str, folder: Path) -> list[Skipped]:
     return pool.run(layout.world_size, "dist.jobs_policy:poisoned", layout, poison, str(folder))
 

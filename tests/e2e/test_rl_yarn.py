@@ -7,6 +7,8 @@ from transformers import AutoConfig
 from e2e.runs import Bench
 from megatron_klear.config.model import ModelConfig, model_shape, read_shape
 
+DIFFERENCE = "train/train_rollout_logprob_abs_diff"
+
 
 def test_trainer_engine_and_export_share_the_stretched_rope(sft: Bench) -> None:
     # 8 positions as the original context: most of every sample lies beyond it.
@@ -16,7 +18,9 @@ def test_trainer_engine_and_export_share_the_stretched_rope(sft: Bench) -> None:
     sft.succeed("rl", recipe)
     lines = sft.metrics("rl_yarn")
     assert len(lines) == 3
-    assert all(line["train/train_rollout_logprob_abs_diff"] < 1e-4 for line in lines)
+    # A step whose groups all have no spread trains nothing.
+    differences = [line[DIFFERENCE] for line in lines if DIFFERENCE in line]
+    assert len(differences) > 0 and max(differences) < 1e-4
     out, model = sft.folder / "rl_yarn" / "hf", sft.folder / "data" / "model"
     shape = model_shape(ModelConfig(hf_checkpoint=str(model), **settings))
     assert read_shape(out) == shape and read_shape(model).rope != shape.rope

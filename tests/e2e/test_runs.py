@@ -270,9 +270,11 @@ def test_failed_rewards_are_dropped_and_counted(sft: Bench) -> None:
         assert line["rollout/num_samples"] + line.get("rollout/dropped/reward_user_error", 0) == 16
 
 
+@pytest.mark.parametrize("old_logprobs", ["recompute", "rollout", "current"])
 @pytest.mark.parametrize("world_size", [1, 2])
-def test_an_engine_with_other_weights_stops_the_run(sft: Bench, world_size: int) -> None:
-    recipe = sft.recipe("rl", f"rl_stale{world_size}")
+def test_an_engine_with_other_weights_stops_the_run(sft: Bench, world_size: int, old_logprobs: str) -> None:
+    changes = {"train.old_logprobs": old_logprobs, "batch.global_batch_size": 16}
+    recipe = sft.recipe("rl", f"rl_stale_{old_logprobs}{world_size}", changes)
     for text in sft.pool.run(world_size, "e2e.jobs_runs:stale_engine", str(recipe)):
         assert text.startswith("train_rollout_logprob_abs_diff is ")
         assert "the engine does not sample from the weights, tokens or temperature that the trainer sees" in text

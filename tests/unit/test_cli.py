@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import subprocess
 import sys
 import time
@@ -114,3 +115,18 @@ def test_python_m_is_the_command() -> None:
     assert done.returncode == 2
     assert "did you mean rl?" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_nothing_is_collected_while_a_command_is_loaded_and_all_is_afterwards(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    use(
+        monkeypatch,
+        tmp_path,
+        "import gc\nloading = gc.isenabled()\ndef main(argv):\n    return 10 * loading + gc.isenabled()\n",
+    )
+    assert cli.main(["demo"]) == 1
+    use(monkeypatch, tmp_path, "raise ValueError('a bug')\n")
+    with pytest.raises(ValueError, match="a bug"):
+        cli.main(["demo"])
+    assert gc.isenabled()

@@ -41,6 +41,7 @@ class TokenInputs:
 
     advantages: Tensor | None = None
     old_logprobs: Tensor | None = None
+    """None in a policy loss: they are the current ones, every ratio is 1."""
     policy_scale: Tensor | None = None
     old_entropy: Tensor | None = None
     nll_scale: Tensor | None = None
@@ -89,8 +90,9 @@ def token_terms(
     policy, nll, kl, d_logprob = nothing, nothing, nothing, nothing
     coefficients, kept, loss = None, None, nothing
     if terms.rule is not None:
-        assert inputs.advantages is not None and inputs.old_logprobs is not None and inputs.policy_scale is not None
-        log_ratio = logprobs - inputs.old_logprobs if log_ratio is None else log_ratio
+        assert inputs.advantages is not None and inputs.policy_scale is not None
+        if log_ratio is None:
+            log_ratio = logprobs - inputs.old_logprobs if inputs.old_logprobs is not None else nothing
         coefficients = policy_coefficients(log_ratio, inputs.advantages, terms.rule)
         weights, gradient = inputs.policy_scale * inputs.advantages, coefficients.gradient
         value = coefficients.value * logprobs if terms.rule.two_sided else coefficients.value

@@ -11,7 +11,6 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.mlp import MLPSubmodules
 from megatron.core.transformer.moe.experts import SequentialMLP
 from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
@@ -22,6 +21,7 @@ from torch.autograd.function import FunctionCtx
 
 from megatron_klear.config.model import Qwen3Shape
 from megatron_klear.config.recipe import ParallelConfig
+from megatron_klear.models.qwen3.linear import ColumnLinear, RowLinear
 from megatron_klear.models.qwen3.swiglu import SwiGLU
 
 
@@ -56,7 +56,7 @@ def moe_spec() -> ModuleSpec:
     swiglu: Any = SwiGLU
     experts = ModuleSpec(
         module=SequentialMLP,
-        submodules=MLPSubmodules(linear_fc1=ColumnParallelLinear, activation_func=swiglu, linear_fc2=RowParallelLinear),
+        submodules=MLPSubmodules(linear_fc1=ColumnLinear, activation_func=swiglu, linear_fc2=RowLinear),
     )
     return ModuleSpec(module=MoELayer, submodules=MoESubmodules(experts=experts, router=router))
 

@@ -11,9 +11,9 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from megatron.core.tensor_parallel import ColumnParallelLinear
 from torch import Tensor
 
+from megatron_klear.models.qwen3.linear import ColumnLinear
 from megatron_klear.models.qwen3.norm import RMSNorm
 
 
@@ -29,7 +29,7 @@ class RecomputableNorm(RMSNorm):
         return out
 
 
-class LinearAfterNorm(ColumnParallelLinear):
+class LinearAfterNorm(ColumnLinear):
     """Column-parallel linear layer that keeps no output of a `RecomputableNorm`."""
 
     def forward(self, input_: Tensor, *args: Any, **kwargs: Any) -> Any:

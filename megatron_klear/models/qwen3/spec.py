@@ -8,7 +8,6 @@ import torch
 import torch.nn.functional as F
 from megatron.core.distributed import finalize_model_grads
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
-from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
@@ -23,6 +22,7 @@ from megatron.core.transformer.transformer_layer import (
 from megatron_klear.config.model import Qwen3Shape
 from megatron_klear.config.recipe import ParallelConfig
 from megatron_klear.models.qwen3.attention import PackedAttention
+from megatron_klear.models.qwen3.linear import ColumnLinear, RowLinear
 from megatron_klear.models.qwen3.moe import moe_settings, moe_spec
 from megatron_klear.models.qwen3.norm import RMSNorm
 from megatron_klear.models.qwen3.renorm import LinearAfterNorm, RecomputableNorm
@@ -126,7 +126,7 @@ def _layer(*, is_moe: bool, recompute_norms: bool) -> ModuleSpec:
     # Megatron builds from classes and functions alike; its annotations name only some of them.
     norm: Any = RMSNorm
     layer_norm: Any = RecomputableNorm if recompute_norms else RMSNorm
-    linear: Any = LinearAfterNorm if recompute_norms else ColumnParallelLinear
+    linear: Any = LinearAfterNorm if recompute_norms else ColumnLinear
     attention: Any = PackedAttention
     dropout_add: Any = get_bias_dropout_add
     return ModuleSpec(
@@ -139,7 +139,7 @@ def _layer(*, is_moe: bool, recompute_norms: bool) -> ModuleSpec:
                 submodules=SelfAttentionSubmodules(
                     linear_qkv=linear,
                     core_attention=attention,
-                    linear_proj=RowParallelLinear,
+                    linear_proj=RowLinear,
                     q_layernorm=norm,
                     k_layernorm=norm,
                 ),
@@ -157,5 +157,5 @@ def _mlp(linear: Any) -> ModuleSpec:
     swiglu: Any = SwiGLU
     return ModuleSpec(
         module=MLP,
-        submodules=MLPSubmodules(linear_fc1=linear, activation_func=swiglu, linear_fc2=RowParallelLinear),
+        submodules=MLPSubmodules(linear_fc1=linear, activation_func=swiglu, linear_fc2=RowLinear),
     )

@@ -219,3 +219,58 @@ def test_saved_rollouts_are_in_a_folder(files: RecipeFiles, tmp_path: Path) -> N
     )
     (fault,) = files.faults(change(files.rl(), {"debug.load_rollout_data": str(tmp_path / "prompts.jsonl")}))
     assert fault.reason == "no such folder"
+
+
+ERC = {"loss.erc": {"erc_low": 0.05, "erc_high": 0.05}}
+ONE_UPDATE = {"batch.global_batch_size": 16}
+OWN_LOSS = {"loss": {"type": "my_package.losses:trained"}}
+KL_IN_REWARD = {"kl.kl_coef": 0.1, "kl.kl_in": "reward"}
+
+
+@pytest.mark.parametrize(
+    ("changes", "old_logprobs", "said"),
+    [
+        (ERC | ONE_UPDATE, ("rollout", "current"), "loss.erc needs the entropies of a forward pass (recompute)"),
+        (
+            {"correction.type": "tis"} | ONE_UPDATE,
+            ("rollout", "current"),
+            "correction.type tis needs the trainer's log-probs beside the engine's (recompute, or correction.type"
+            " none)",
+        ),
+        (OWN_LOSS | ONE_UPDATE, ("current",), "a loss of your own reads old_logprobs (recompute or rollout)"),
+        (
+            KL_IN_REWARD | ONE_UPDATE,
+            ("current",),
+            "a KL penalty in the reward needs log-probs before the update (recompute or rollout)",
+        ),
+        (
+            {"batch.global_batch_size": 15},
+            ("current",),
+            "a step of 16 samples in updates of batch.global_batch_size 15 is several: from the second on, the ratio to"
+            " the policy that sampled is not 1 (recompute, or batch.global_batch_size 16)",
+        ),
+    ],
+    ids=["erc", "correction", "own loss", "kl in reward", "several updates"],
+)
+def test_what_needs_a_pass_before_the_update_says_so(
+    changes: dict[str, Any], old_logprobs: tuple[str, ...], said: str, files: RecipeFiles
+) -> None:
+    for name in ("recompute", "rollout", "current"):
+        faults = files.faults(change(files.rl(), changes | {"train.old_logprobs": name}))
+        expected = [f"train.old_logprobs = '{name}': {said}"] if name in old_logprobs else []
+        assert [str(fault) for fault in faults] == expected
+
+
+@pytest.mark.parametrize("old_logprobs", ["rollout", "current"])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"kl.kl_coef": 0.1},
+        GAE,
+        {"loss.type": "gspo"},
+        {"loss.entropy_coef": 0.1, "loss.sft_loss_coef": 0.1},
+    ],
+)
+def test_one_update_can_do_without_a_pass(old_logprobs: str, changes: dict[str, Any], files: RecipeFiles) -> None:
+    given = ONE_UPDATE | changes | {"train.old_logprobs": old_logprobs}
+    assert files.faults(change(files.rl(), given)) == []

@@ -127,6 +127,8 @@ def test_2_all_ranks_have_equal_counts_and_lengths(samples: list[Sample], spec: 
         *vars_of(batches[0].micro_batches[0]),
         "max_seqlen",
         *ANNOTATED,
+        "loss_rows",
+        "num_gradient_rows",
         "own_rows",
         "sum_over_context",
     }

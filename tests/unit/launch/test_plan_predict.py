@@ -191,6 +191,20 @@ def test_sft_has_no_rollout(tmp_path: Path) -> None:
     assert "sync" not in {axis.axis for axis in p.traffic}
 
 
+def test_a_pass_that_is_not_made_takes_no_time(tmp_path: Path) -> None:
+    def annotate(old_logprobs: str, text: str = RECIPE) -> float:
+        return plan(tmp_path, changes={"train.old_logprobs": old_logprobs}, text=text).time.annotate
+
+    one_pass = annotate("recompute")
+    assert one_pass > 0
+    assert annotate("rollout") == annotate("current") == 0
+    # The reference's pass stays, with its weights' way to the device and back.
+    with_reference = RECIPE + "kl: {{kl_coef: 0.1}}\n"
+    both, alone = annotate("recompute", with_reference), annotate("rollout", with_reference)
+    assert alone > one_pass
+    assert both - alone == pytest.approx(one_pass)
+
+
 def test_a_critic_doubles_what_is_trained(tmp_path: Path) -> None:
     with_critic = RECIPE + "critic: {{}}\nadvantage: {{type: gae}}\n"
     alone, both = plan(tmp_path), plan(tmp_path, text=with_critic)

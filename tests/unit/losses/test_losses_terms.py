@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 from helpers.micro_batches import loss_micro_batch
-from megatron_klear.config.loss import ClipHigherLossConfig, ErcConfig, GppoLossConfig, KlConfig
+from megatron_klear.config.loss import ClipHigherLossConfig, ErcConfig, GppoLossConfig, GspoLossConfig, KlConfig
 from megatron_klear.losses.kl import KlType, kl_estimate
-from megatron_klear.losses.policy import ClipHigherLoss, ClippedLoss, GppoLoss
+from megatron_klear.losses.policy import ClipHigherLoss, ClippedLoss, GppoLoss, GspoLoss
 from megatron_klear.losses.sequences import sequence_mean, trained
-from megatron_klear.losses.terms import LossTerms, RlLoss
+from megatron_klear.losses.terms import LossTerms, RlLoss, engine_difference
 from megatron_klear.metrics import results
 from megatron_klear.types import LossOutput, MicroBatch, TokenStats
 
@@ -226,3 +226,43 @@ def test_a_sequence_mean_is_over_trained_positions_and_survives_what_lies_beside
     batch = loss_micro_batch(token_scale=scale, advantages=scale, old_logprobs=scale, lengths=[3, 2, 1])
     values = torch.tensor([2.0, -math.inf, 5.0, math.nan, math.inf, -1.0]).double()
     assert sequence_mean(values, batch).tolist() == [3.5, 3.5, 3.5, 0.0, 0.0, -1.0]
+
+
+def on_policy_case() -> tuple[TokenStats, MicroBatch]:
+    """Old log-probs that are the current ones."""
+    stats, batch = case()
+    batch.old_logprobs = stats.logprobs.clone()
+    return stats, batch
+
+
+@pytest.mark.parametrize("policy", (GPPO, CLIP_HIGHER, GspoLoss(GspoLossConfig(type="gspo"))), ids=type)
+def test_on_policy_is_a_ratio_of_1_whatever_the_old_log_probs_say(policy: ClippedLoss) -> None:
+    stats, batch = on_policy_case()
+    terms = LossTerms(kl=KlConfig(kl_coef=0.3), entropy_coef=0.2)
+    wanted, *wanted_gradients = gradients(RlLoss(policy, terms), stats, batch)
+    batch.old_logprobs = torch.full_like(batch.old_logprobs, -7.0)
+    found, *found_gradients = gradients(RlLoss(policy, terms, on_policy=True), stats, batch)
+    assert torch.equal(found.loss, wanted.loss)
+    assert all(torch.equal(*pair) for pair in zip(found_gradients, wanted_gradients, strict=True))
+    assert results(found.metrics) == results(wanted.metrics)
+    assert results(found.metrics)["train/ratio_mean"] == results(found.metrics)["train/ratio_max"] == 1.0
+    # Without the promise they are asked.
+    assert not torch.equal(gradients(RlLoss(policy, terms), stats, batch)[1], wanted_gradients[0])
+
+
+def test_the_one_pass_loss_of_on_policy_tokens_asks_no_old_log_probs() -> None:
+    stats, batch = on_policy_case()
+    wanted = RlLoss(GPPO, LossTerms())(stats, batch).loss
+    batch.old_logprobs = torch.full_like(batch.old_logprobs, torch.nan)
+    token_loss = RlLoss(GPPO, LossTerms(), on_policy=True).token_loss(batch)
+    assert token_loss is not None and stats.entropy is not None
+    index = torch.arange(NUM_TOKENS)
+    torch.testing.assert_close(token_loss(stats.logprobs, stats.entropy, index).loss.sum(), wanted, rtol=1e-12, atol=0)
+
+
+def test_the_engine_s_difference_is_over_trained_tokens() -> None:
+    stats, batch = case()
+    on = trained(batch)
+    batch.rollout_logprobs = torch.where(on, stats.logprobs - 0.25, 1e6)
+    found = results(engine_difference(stats.logprobs, batch))
+    assert found == {"train/train_rollout_logprob_abs_diff": pytest.approx(0.25)}

@@ -175,6 +175,8 @@ def test_on_cuda_nothing_is_touched() -> None:
 
 def test_an_unknown_megatron_is_refused_before_anything_is_touched(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(device_module, "SUPPORTED_MEGATRON", ("0.98.", "0.99."))
+    # The version is asked for once a process.
+    device_module._check_version.cache_clear()
     message = (
         r"megatron-core \S+ is installed; running it on CPU was made for 0\.98\.x, 0\.99\.x\."
         r" Install one of these, or run on CUDA, where nothing is patched\."

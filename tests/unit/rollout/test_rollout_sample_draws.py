@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_klear.rollout.embedded import sample
+from megatron_klear.rollout.draws import sample, seed_tensor, uniforms
 
 NUM_DRAWS = 40_000
 LOGITS = torch.tensor([2.0, -1.0, 0.5, 1.0, -3.0, 0.0, 1.5, -0.5, 0.2, -2.0])
@@ -65,3 +65,45 @@ def test_each_row_has_its_own_temperature_and_zero_is_greedy() -> None:
     for i, temperature in enumerate((1.0, 1.0, 0.5)):
         expected = (LOGITS / temperature).log_softmax(dim=0)[tokens[i]]
         torch.testing.assert_close(logprobs[i], expected)
+
+
+MASK = (1 << 64) - 1
+
+
+def splitmix(x: int) -> int:
+    """splitmix64's last steps in Python's integers."""
+    x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & MASK
+    x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & MASK
+    return x ^ (x >> 31)
+
+
+@pytest.mark.parametrize("seed", (0, 1, 2**32 - 1, 2**63, 2**64 - 1, -5, 2**70 + 3))
+def test_the_stream_in_whole_numbers(seed: int) -> None:
+    found = uniforms(seed_tensor([seed])[:, None], torch.arange(5))[0].tolist()
+    wanted = [(splitmix((splitmix(seed & MASK) + (i + 1) * 0x9E3779B97F4A7C15) & MASK) >> 11) / 2**53 for i in range(5)]
+    assert found == wanted and all(0 <= number < 1 for number in found)
+
+
+def test_streams_are_flat_and_unlike_their_neighbours() -> None:
+    """Seeds that follow each other, as requests of a step may have; numbers that follow each other, as tokens do."""
+    table = uniforms(torch.arange(500)[:, None], torch.arange(500))
+    counts = torch.histc(table.float(), bins=100, min=0, max=1)
+    # 99 degrees of freedom: one fair run in 100,000 is above 170. Correlations of 250,000 pairs are below 0.01.
+    assert ((counts - 2500).square() / 2500).sum() < 170
+    centred = table - 0.5
+    for one, other in ((centred[1:], centred[:-1]), (centred[:, 1:], centred[:, :-1]), (centred, centred.t())):
+        off_diagonal = one != other
+        assert abs((one * other)[off_diagonal].mean() * 12) < 0.01
+    assert table.unique().numel() == table.numel()
+
+
+@pytest.mark.parametrize("num_tokens", (10, 256, 1000, 4096))
+def test_drawing_by_blocks_inverts_the_whole_sum(num_tokens: int) -> None:
+    logits = 3 * torch.randn(1, num_tokens, generator=torch.Generator().manual_seed(0))
+    numbers = (torch.arange(5000, dtype=torch.float64) + 0.5) / 5000
+    tokens, _ = sample(logits.expand(5000, -1), torch.ones(5000), numbers)
+    sums = logits[0].softmax(-1).double().cumsum(-1)
+    wanted = torch.searchsorted(sums, numbers * sums[-1], right=True)
+    # Numbers next to a border may fall to either side.
+    assert (tokens != wanted).sum() <= 3
+    assert (tokens - wanted).abs().max() <= 1

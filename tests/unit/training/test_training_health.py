@@ -58,6 +58,13 @@ def test_each_number_of_the_first_update_is_checked(name: str, value: float, mes
     assert "nothing was learnt from this run yet" in str(caught.value)
 
 
+def test_ratios_to_an_engine_may_be_off_and_nothing_else() -> None:
+    off = {"train/ratio_deviation_max": 0.5, "train/ppo_kl": 0.2}
+    check_first_update(HEALTHY | off, on_policy=False)
+    with pytest.raises(TrainingError, match=r"failed: train/logprob = 1, expected < 0\. The policy"):
+        check_first_update(HEALTHY | off | {"train/logprob": 1.0}, on_policy=False)
+
+
 def test_everything_that_is_wrong_is_listed() -> None:
     with pytest.raises(TrainingError) as caught:
         check_first_update(dict.fromkeys(HEALTHY, math.nan))
