@@ -134,7 +134,7 @@ def torch_linear_cross_entropy(case: Case) -> None:
 
 
 def liger(case: Case) -> None:
-    from liger_kernel.chunked_loss import LigerFusedLinearGRPOLoss
+    from liger_kernel.chunked_loss import LigerFusedLinearGRPOLoss  # pyright: ignore[reportMissingImports]
 
     hidden, weight = case.leaves()
 

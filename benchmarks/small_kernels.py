@@ -29,9 +29,9 @@ from megatron_klear_kernels.swiglu.autograd import swiglu
 from megatron_klear_kernels.triton_support import interpreted, why_unavailable
 
 try:
-    from liger_kernel.ops.rms_norm import LigerRMSNormFunction
-    from liger_kernel.ops.rope import LigerRopeFunction
-    from liger_kernel.ops.swiglu import LigerFusedGateUpSiLUMulFunction
+    from liger_kernel.ops.rms_norm import LigerRMSNormFunction  # pyright: ignore[reportMissingImports]
+    from liger_kernel.ops.rope import LigerRopeFunction  # pyright: ignore[reportMissingImports]
+    from liger_kernel.ops.swiglu import LigerFusedGateUpSiLUMulFunction  # pyright: ignore[reportMissingImports]
 except ImportError:
     LigerRMSNormFunction = LigerRopeFunction = LigerFusedGateUpSiLUMulFunction = None
 
