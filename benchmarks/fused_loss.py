@@ -33,6 +33,7 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
+from memory import high_water_mib, reset_high_water
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
@@ -221,11 +222,6 @@ def _wait(device: str) -> None:
         torch.cuda.synchronize()
 
 
-def _high_water_mib() -> float:
-    status = Path("/proc/self/status").read_text()
-    return int(status.split("VmHWM:")[1].split()[0]) / 1024
-
-
 def _measure_memory(problem: Problem, table: str, name: str, answer: multiprocessing.Queue[float]) -> None:
     """In a process of its own: the peak of the second run above the inputs and the two gradients."""
     problem.prepare()
@@ -242,10 +238,9 @@ def _measure_memory(problem: Problem, table: str, name: str, answer: multiproces
     else:
         # Libraries take their memory at the first product; 64 rows are enough for that.
         run(_start_of(case, 64))
-        Path("/proc/self/clear_refs").write_text("5")
-        before = _high_water_mib()
+        before = reset_high_water()
         run(case)
-        peak = _high_water_mib() - before
+        peak = high_water_mib() - before
     answer.put(peak)
 
 

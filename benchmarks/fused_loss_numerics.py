@@ -14,22 +14,13 @@ import argparse
 from dataclasses import dataclass
 
 import torch
+from fused_loss import Case
 from torch import Tensor
 
 from megatron_klear_kernels.linear_policy_loss.paths import PathName, choose_path
 from megatron_klear_kernels.linear_policy_loss.policy_loss import fused_linear_policy_loss
 
 EPS, EPS_HIGH, TEMPERATURE, BONUS = 0.2, 0.28, 0.9, 0.01
-
-
-@dataclass(frozen=True)
-class Case:
-    hidden: Tensor
-    weight: Tensor
-    targets: Tensor
-    old: Tensor
-    advantages: Tensor
-    scale: Tensor
 
 
 @dataclass(frozen=True)
@@ -69,7 +60,7 @@ def reference(case: Case, logits_dtype: torch.dtype = torch.float64) -> Found:
 
 
 def fused(case: Case, path: PathName) -> Found:
-    hidden, weight = (tensor.detach().requires_grad_() for tensor in (case.hidden, case.weight))
+    hidden, weight = case.leaves()
     made = fused_linear_policy_loss(
         hidden,
         weight,

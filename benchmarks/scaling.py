@@ -23,6 +23,7 @@ from pathlib import Path
 
 import matplotlib.pyplot as plt
 import torch
+from memory import high_water_mib, reset_high_water
 
 from megatron_klear.config.loss import GppoLossConfig, KlConfig
 from megatron_klear.config.model import Qwen3Shape
@@ -140,22 +141,16 @@ PARTS = {"packing": (packing, 4096), "output layer": (head, 1024), "update": (st
 """What is measured, and the tokens of its first point."""
 
 
-def _high_water_mib() -> float:
-    status = Path("/proc/self/status").read_text()
-    return int(status.split("VmHWM:")[1].split()[0]) / 1024
-
-
 def _measure(name: str, num_tokens: int, rounds: int, answer: multiprocessing.SimpleQueue[Point]) -> None:
     build, _ = PARTS[name]
     torch.set_num_threads(1)
     with build(num_tokens) as work:
-        Path("/proc/self/clear_refs").write_text("5")
-        before, seconds = _high_water_mib(), math.inf
+        before, seconds = reset_high_water(), math.inf
         for _ in range(rounds):
             started = time.perf_counter()
             work()
             seconds = min(seconds, time.perf_counter() - started)
-        answer.put(Point(num_tokens, seconds, _high_water_mib() - before))
+        answer.put(Point(num_tokens, seconds, high_water_mib() - before))
 
 
 def measure(name: str, rounds: int) -> list[Point]:

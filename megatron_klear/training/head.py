@@ -78,8 +78,9 @@ class Head:
 
     def judge(self, hidden: Tensor, micro_batch: MicroBatch, loss: PolicyLoss) -> Judged:
         """The loss of a micro-batch: in one pass where it is one of ours and separable over tokens."""
-        tokens = loss.token_loss(micro_batch) if isinstance(loss, (RlLoss, SftLoss)) else None
-        if tokens is None:
+        ours = loss if isinstance(loss, (RlLoss, SftLoss)) else None
+        tokens = ours.token_loss(micro_batch) if ours is not None else None
+        if ours is None or tokens is None:
             stats = self(hidden, micro_batch)
             return Judged(loss(stats, micro_batch), stats)
         weight = self.stage.core.head_weight()
@@ -96,8 +97,7 @@ class Head:
         )
         _mark(weight, added=fused.added_to_main_grad)
         stats = TokenStats(fused.logprobs, fused.entropy)
-        assert isinstance(loss, (RlLoss, SftLoss))
-        return Judged(LossOutput(fused.loss, loss.metrics(stats, micro_batch)), stats)
+        return Judged(LossOutput(fused.loss, ours.metrics(stats, micro_batch)), stats)
 
     def choose_rows(self, micro_batches: Sequence[MicroBatch]) -> None:
         """Set each micro-batch's rows, on the host: one transfer for all of them, before anything runs."""
