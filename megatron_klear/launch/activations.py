@@ -18,13 +18,14 @@ BYTES = {"bfloat16": 2, "float32": 4}
 
 @dataclass(frozen=True, slots=True)
 class AttentionPath:
-    """How attention runs, with its batch of `num_sequences` padded to `longest` where it is dense."""
+    """How attention runs: in one variable-length kernel on a GPU, or on a CPU in blocks of short sequences and with
+    long ones alone."""
 
-    kind: Literal["fused", "loop", "dense"] = "fused"
-    """fused: one variable-length kernel on a GPU. loop: one sequence at a time (CPU, above 512 tokens). dense: products
-    of a padded batch (CPU, up to 512 tokens)."""
-    num_sequences: int = 0
-    longest: int = 0
+    kind: Literal["fused", "blocks"] = "fused"
+    blocks: tuple[tuple[int, int], ...] = ()
+    """(sequences, longest of them) of each block."""
+    alone: int = 0
+    """Tokens of all ranks in sequences that are in no block."""
 
 
 FUSED = AttentionPath()
@@ -144,19 +145,20 @@ def _attention_bytes(
     ranks = parallel.context_parallel_size
     if recomputed:
         return tokens * (widths.query + 2 * widths.key) * e
-    if path.kind == "dense":
-        # Padded: key and value [S, L, 2K], query [S, L/cp, Q] and probabilities [S, heads, L/cp, L].
-        rows = path.num_sequences * path.longest
-        own = rows // ranks
-        return (rows * 2 * widths.key + own * widths.query + own * path.longest * widths.heads) * e
-    inputs = tokens * (widths.query + 2 * ranks * widths.key) * e
-    # Log-sum-exp of each head in float32. The output [T, Q] is the input of the output projection, but a loop's
-    # outputs of single sequences are copied into it.
-    statistics = 4 * tokens * widths.heads
+    # Log-sum-exp of each head in float32; the output [T, Q] is the input of the output projection.
+    inputs, statistics = (widths.query + 2 * ranks * widths.key) * e, 4 * widths.heads
     if path.kind == "fused":
-        return inputs + statistics
-    # A loop that shares sequences computes both again, but for the first rank's first chunks.
-    return inputs + (statistics + tokens * widths.query * e if ranks == 1 else 0)
+        return tokens * (inputs + statistics)
+    kept = 0
+    for sequences, longest in path.blocks:
+        # Padded: key and value [S, L, 2K], query [S, L/cp, Q] and probabilities [S, heads, L/cp, L].
+        own = sequences * longest // ranks
+        kept += own * (inputs + longest * widths.heads * e)
+    if path.alone:
+        # Parts of the whole. Of each sequence the output is kept before it is copied beside the others', but where
+        # ranks share it: they compute it and the log-sum-exp again, but for the first rank's first chunks.
+        kept += tokens * inputs + (path.alone * (statistics + widths.query * e) if ranks == 1 else 0)
+    return kept
 
 
 def _expert_bytes(shape: Qwen3Shape, tokens: int, parallel: ParallelConfig, e: int) -> int:

@@ -49,9 +49,10 @@ def predicted(
 ) -> int:
     """Of the layers, and of the final norm where the rank has it."""
     parallel = replace(layout, recompute=recompute).config(sharded_optimizer=False)
-    kind = "dense" if max(lengths) <= MAX_DENSE_LENGTH else "loop"
     tokens, layers = sum(lengths) // layout.cp, shape.num_hidden_layers // layout.pp
-    path = AttentionPath(kind, len(lengths), max(lengths))
+    is_short = max(lengths) <= MAX_DENSE_LENGTH
+    blocks = ((len(lengths), max(lengths)),) if is_short else ()
+    path = AttentionPath("blocks", blocks, alone=0 if is_short else sum(lengths))
     saved = saved_activation_bytes(shape, tokens, parallel, dtype, num_layers=layers, attention=path)
     is_last = rank >= layout.world_size // layout.pp * (layout.pp - 1)
     return saved + (final_norm_bytes(shape, tokens, parallel, dtype) if is_last else 0)
@@ -77,13 +78,13 @@ def check(
             assert formula == pytest.approx(real, rel=tolerance), what
 
 
-@pytest.mark.parametrize("lengths", [SHORT, LONG], ids=["dense", "one by one"])
+@pytest.mark.parametrize("lengths", [SHORT, LONG], ids=["block", "alone"])
 @pytest.mark.parametrize("shape", [NARROW, WIDE_MLP, MANY_KEYS], ids=["narrow", "wide mlp", "many keys"])
 def test_shapes(pool: Pool, shape: Qwen3Shape, lengths: Sequence[int]) -> None:
     check(pool, ONE, shape, lengths)
 
 
-@pytest.mark.parametrize("lengths", [SHORT, LONG], ids=["dense", "one by one"])
+@pytest.mark.parametrize("lengths", [SHORT, LONG], ids=["block", "alone"])
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 def test_layouts(pool: Pool, layout: Layout, lengths: Sequence[int]) -> None:
     settings = SETTINGS if layout.vpp == 1 else tuple(s for s in SETTINGS if s != "full uniform 2")

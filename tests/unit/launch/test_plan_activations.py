@@ -37,7 +37,7 @@ WIDE = SMALL.model_copy(
         "num_hidden_layers": 4,
     }
 )
-SHORT, LONG = (20, 30, 37), (530, 610)
+SHORT, LONG, MIXED = (20, 30, 37), (530, 610), (20, 700, 37)
 
 
 def recomputing(granularity: str | None, *modules: str, method: str = "uniform", layers: int = 1) -> ParallelConfig:
@@ -59,9 +59,9 @@ def counted(shape: Qwen3Shape, lengths: Sequence[int], parallel: ParallelConfig,
 
 
 def predicted(shape: Qwen3Shape, lengths: Sequence[int], parallel: ParallelConfig, dtype: str) -> int:
-    kind = "loop" if max(lengths) > MAX_DENSE_LENGTH else "dense"
-    path = AttentionPath(kind, len(lengths), max(lengths))
-    tokens = sum(lengths)
+    short, tokens = [length for length in lengths if length <= MAX_DENSE_LENGTH], sum(lengths)
+    blocks = ((len(short), max(short)),) if short else ()
+    path = AttentionPath("blocks", blocks, alone=tokens - sum(short))
     layers = saved_activation_bytes(shape, tokens, parallel, dtype, num_layers=shape.num_hidden_layers, attention=path)
     # Where attention is recomputed, cos and sin live in the closure that does it, which autograd does not see.
     hidden = parallel.recompute_granularity == "full" and parallel.recompute_method == "uniform"
@@ -82,7 +82,7 @@ RECOMPUTES = {
 }
 
 
-@pytest.mark.parametrize("lengths", [SHORT, LONG], ids=["dense", "loop"])
+@pytest.mark.parametrize("lengths", [SHORT, LONG, MIXED], ids=["block", "alone", "both"])
 @pytest.mark.parametrize("recompute", RECOMPUTES)
 @pytest.mark.parametrize("shape", [SMALL, WIDE], ids=["small", "wide"])
 def test_the_formula_counts_what_is_saved(shape: Qwen3Shape, recompute: str, lengths: tuple[int, ...]) -> None:

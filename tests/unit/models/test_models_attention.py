@@ -1,8 +1,7 @@
-"""Packed attention, dense and one by one, against plain float64 attention of each sequence."""
+"""Packed attention, in dense blocks and one by one, against plain float64 attention of each sequence."""
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 from collections.abc import Callable, Sequence
 
@@ -15,12 +14,10 @@ from helpers.micro_batches import micro_batch_of_lengths
 from helpers.tiny_qwen3 import tiny_shape
 from megatron_klear.config.recipe import ParallelConfig
 from megatron_klear.config.rope import RopeConfig
-from megatron_klear.models.qwen3.attention import (
-    MAX_DENSE_LENGTH,
-    PackedAttention,
-    PackedSequences,
-    packed_sequences,
-)
+from megatron_klear.models.qwen3 import attention as attention_module
+from megatron_klear.models.qwen3 import dense_attention as dense_module
+from megatron_klear.models.qwen3.attention import MAX_DENSE_LENGTH, PackedAttention, PackedSequences, packed_sequences
+from megatron_klear.models.qwen3.dense_attention import DensePlan
 from megatron_klear.models.qwen3.spec import qwen3_config
 from megatron_klear.types import Topology
 
@@ -50,9 +47,26 @@ def attention(sequences: PackedSequences) -> Forward:
     return lambda q, k, v: module(q, k, v, None, packed_seq_params=sequences)
 
 
-def one_by_one(sequences: PackedSequences) -> PackedSequences:
-    """The same sequences, as they are handed over when one of them is too long for the dense path."""
-    return dataclasses.replace(sequences, dense_mask=None)
+# Longest sequence of a block, and scores that it holds: all in one, several, short and long ones, none.
+PATHS = {
+    "dense": (MAX_DENSE_LENGTH, 1 << 19),
+    "blocks": (MAX_DENSE_LENGTH, 250),
+    "mixed": (5, 30),
+    "one by one": (0, 1),
+}
+
+
+@pytest.fixture(params=PATHS)
+def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    longest, scores = PATHS[request.param]
+    monkeypatch.setattr(attention_module, "MAX_DENSE_LENGTH", longest)
+    monkeypatch.setattr(dense_module, "BLOCK_SCORES", scores)
+    return request.param
+
+
+def planned(sequences: PackedSequences) -> DensePlan:
+    q, k, _ = projections(int(sequences.starts[-1]))
+    return sequences.dense_plan(q, k)
 
 
 def rotate_half(x: Tensor) -> Tensor:
@@ -91,24 +105,29 @@ def forward_backward(run: Forward, operands: Sequence[Tensor]) -> list[Tensor]:
     return [out.detach(), *(leaf.grad for leaf in leaves if leaf.grad is not None)]
 
 
-@pytest.mark.parametrize("path", ("dense", "one_by_one"))
 @pytest.mark.parametrize("lengths", LENGTHS, ids=str)
 def test_output_and_gradients(lengths: Sequence[int], path: str) -> None:
-    sequences = packed(lengths)
     operands = projections(sum(lengths))
     exact = forward_backward(lambda q, k, v: plain_attention(q, k, v, lengths), [x.double() for x in operands])
-    actual = forward_backward(attention(sequences if path == "dense" else one_by_one(sequences)), operands)
+    actual = forward_backward(attention(packed(lengths)), operands)
     assert len(actual) == len(exact) == 4
     for mine, theirs in zip(actual, exact, strict=True):
         torch.testing.assert_close(mine.double(), theirs, rtol=1e-5, atol=5e-6)
 
 
-def test_both_paths_are_equal() -> None:
-    sequences, operands = packed(RAGGED), projections(sum(RAGGED))
-    dense = forward_backward(attention(sequences), operands)
-    loop = forward_backward(attention(one_by_one(sequences)), operands)
-    for one, other in zip(dense, loop, strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-5, atol=2e-6)
+def test_blocks_of_like_lengths(path: str) -> None:
+    plan = planned(packed(RAGGED))
+    found = [(block.num_sequences, block.mask.size(-1)) for block in plan.blocks], plan.left_out
+    assert (
+        found
+        == {
+            "dense": ([(7, 12)], ()),
+            # Of 4 heads and 12 x 12 scores none has room for two.
+            "blocks": ([(1, 12), (1, 12), (1, 7), (3, 4), (1, 1)], ()),
+            "mixed": ([(1, 4), (1, 2), (2, 1)], (0, 2, 5)),
+            "one by one": ([], tuple(range(7))),
+        }[path]
+    )
 
 
 def test_bfloat16_stays_close() -> None:
@@ -152,15 +171,20 @@ def test_a_maximum_length_above_the_longest_sequence_changes_nothing() -> None:
     torch.testing.assert_close(attention(wide)(*operands), attention(packed(RAGGED))(*operands), rtol=1e-6, atol=1e-6)
 
 
-@pytest.mark.parametrize(("longest", "is_dense"), [(MAX_DENSE_LENGTH, True), (MAX_DENSE_LENGTH + 1, False)])
-def test_long_sequences_leave_the_dense_path(longest: int, is_dense: bool) -> None:
-    assert (packed((longest, 2)).dense_mask is not None) is is_dense
+def test_only_long_sequences_leave_the_dense_path() -> None:
+    plan = planned(packed((MAX_DENSE_LENGTH, 2, MAX_DENSE_LENGTH + 1)))
+    assert plan.left_out == (2,)
+    assert sum(block.num_sequences for block in plan.blocks) == 2
+
+
+def test_a_plan_is_made_once() -> None:
+    sequences = packed(RAGGED)
+    assert planned(sequences) is planned(sequences)
 
 
 def test_what_the_layers_share() -> None:
     sequences = packed((3, 1, 2))
-    assert sequences.num_sequences == 3
+    assert sequences.starts.tolist() == [0, 3, 4, 6]
     assert sequences.cu_seqlens_q.tolist() == [0, 3, 4, 6]
-    assert sequences.key_index.tolist() == [0, 1, 2, 3, 6, 7]
     assert sequences.cos.shape == sequences.sin.shape == (6, 1, DIM // 2)
     assert torch.equal(sequences.cos[3], torch.ones(1, DIM // 2))  # position 0 again

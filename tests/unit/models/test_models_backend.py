@@ -13,7 +13,7 @@ from torch import Tensor
 import megatron_klear.models.qwen3.backend as backend
 from helpers.micro_batches import micro_batch_of_lengths
 from megatron_klear.config.rope import RopeConfig
-from megatron_klear.models.qwen3.attention import _loop_attention, packed_sequences
+from megatron_klear.models.qwen3.attention import packed_sequences, torch_attention
 from megatron_klear.models.qwen3.backend import VarlenPlan, attention_kernel, varlen_attention, varlen_plan
 from megatron_klear.parallel.context import context_rows
 from megatron_klear.types import Topology
@@ -81,10 +81,15 @@ def test_a_plan_gives_each_rank_its_rows_of_the_whole(size: int) -> None:
 
 
 @pytest.mark.parametrize("size", [1, 2, 4])
-@pytest.mark.parametrize("block", [3, 1024])
-def test_the_loop_gives_each_rank_its_rows_and_gradients(
-    size: int, block: int, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("longest_dense", "block"),
+    [(0, 3), (0, 1024), (min(LENGTHS), 3), (1024, 3)],
+    ids=["rows", "loop", "mixed", "dense"],
+)
+def test_each_rank_gets_its_rows_and_gradients(
+    size: int, longest_dense: int, block: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("megatron_klear.models.qwen3.attention.MAX_DENSE_LENGTH", longest_dense)
     monkeypatch.setattr("megatron_klear.models.qwen3.attention.BLOCK_ROWS", block)
     micro_batch = micro_batch_of_lengths(LENGTHS)
     leaves = [x.requires_grad_() for x in operands()]
@@ -97,7 +102,7 @@ def test_the_loop_gives_each_rank_its_rows_and_gradients(
         part = micro_batch_of_lengths(LENGTHS)
         part.positions, part.sequence_ids = micro_batch.positions[own], micro_batch.sequence_ids[own]
         sequences = packed_sequences(part, topology, head_dim=DIM, rope=RopeConfig(rope_theta=1e4), dtype=torch.float64)
-        out = _loop_attention(leaves[0][own], leaves[1], leaves[2], sequences, SCALE)
+        out = torch_attention(leaves[0][own], leaves[1], leaves[2], sequences, SCALE)
         torch.testing.assert_close(out, whole(*leaves)[own], rtol=1e-12, atol=1e-12)
         total = total + (out * weights[own]).sum()
     for found, right in zip(torch.autograd.grad(total, leaves), wanted, strict=True):
