@@ -48,8 +48,9 @@ def _eager_backward(grad: Tensor, normed: Tensor, weight: Tensor, inverse: Tenso
     product = (grad * normed).reshape(-1, width)
     grad_weight = product.sum(dim=0, dtype=torch.float32).to(weight.dtype)
     projection = torch.mv(product, weight).view(*normed.shape[:-1], 1)
-    grad_x = torch.addcmul(grad * weight, normed, projection, value=-1.0 / width)
-    return (grad_x * inverse).to(normed.dtype), grad_weight
+    # Over the product, which has been read: on a CPU fresh memory costs as much as a pass.
+    grad_x = torch.mul(grad, weight, out=product.view(grad.shape)).addcmul_(normed, projection, value=-1.0 / width)
+    return (grad_x.mul_(inverse) if grad_x.dtype == torch.float32 else (grad_x * inverse).to(normed.dtype)), grad_weight
 
 
 @functools.cache
