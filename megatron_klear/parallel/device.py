@@ -8,6 +8,7 @@ small operation, so it is entered only around Megatron's own build, schedule, op
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -41,9 +42,26 @@ class Device:
         return "nccl" if self.kind == "cuda" else "gloo"
 
 
+# Parameters of glibc's mallopt, and what they are set to: all of its range, and the largest that it takes.
+_KEPT_MEMORY = {-1: 2**31 - 1, -3: 32 << 20}  # M_TRIM_THRESHOLD, M_MMAP_THRESHOLD
+
+
+def keep_freed_memory() -> bool:
+    """Ask the C library to keep what tensors give back, up to 32 MiB each; whether it does (glibc alone can).
+
+    Without it a training step asks the system for most of its activations again, page by page. The peak is the same.
+    """
+    try:
+        mallopt = ctypes.CDLL(None).mallopt
+    except AttributeError:
+        return False
+    return all(mallopt(parameter, value) for parameter, value in _KEPT_MEMORY.items())
+
+
 def pick_device(local_rank: int) -> Device:
-    """CUDA where there is one, else the CPU."""
+    """CUDA where there is one, else the CPU, where memory that tensors give back is kept."""
     if not torch.cuda.is_available():
+        keep_freed_memory()
         return Device("cpu")
     torch.cuda.set_device(local_rank)
     return Device("cuda", local_rank)
@@ -59,16 +77,17 @@ class _CudaMeansCpu(TorchFunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        kwargs = dict(kwargs or {})
-        device = kwargs.get("device")
+        if not kwargs:
+            # Megatron groups parameters by Tensor.type() and compares with the names of CUDA tensor types.
+            if func is torch.Tensor.type and len(args) == 1:
+                # An outer scope's mode is still active here and has added the prefix already.
+                return "torch.cuda." + func(*args).removeprefix("torch.").removeprefix("cuda.")
+            return func(*args)
+        kwargs, device = dict(kwargs), kwargs.get("device")
         if device is not None and torch.device(device).type == "cuda":
             kwargs["device"] = "cpu"
         if kwargs.get("pin_memory"):
             kwargs["pin_memory"] = False
-        # Megatron groups parameters by Tensor.type() and compares with the names of CUDA tensor types.
-        if func is torch.Tensor.type and len(args) == 1 and not kwargs:
-            # An outer scope's mode is still active here and has added the prefix already.
-            return "torch.cuda." + func(*args).removeprefix("torch.").removeprefix("cuda.")
         return func(*args, **kwargs)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 from collections.abc import Callable
 from typing import Any
 
@@ -11,7 +12,7 @@ from megatron.core.tensor_parallel import random as megatron_random
 from megatron.core.transformer.moe import token_dispatcher
 
 from megatron_klear.parallel import device as device_module
-from megatron_klear.parallel.device import Device, megatron_scope, pick_device
+from megatron_klear.parallel.device import Device, keep_freed_memory, megatron_scope, pick_device
 
 CPU = Device("cpu")
 ABSENT = object()
@@ -196,3 +197,23 @@ def test_the_cpu_is_picked_where_there_is_no_cuda() -> None:
     if torch.cuda.is_available():
         pytest.skip("there is a CUDA device here")
     assert pick_device(3) == CPU
+
+
+def test_memory_of_freed_tensors_is_not_asked_for_again() -> None:
+    if not keep_freed_memory():
+        pytest.skip("the C library is not glibc")
+
+    def page_faults() -> int:
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+        # 128 MiB: 32,768 pages of 4 KiB, if none are kept.
+        tensors = [torch.ones(1 << 21) for _ in range(16)]
+        del tensors
+        return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+
+    page_faults()
+    assert page_faults() < 500
+
+
+def test_a_c_library_without_the_setting_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ctypes.CDLL", lambda _name: object())
+    assert not keep_freed_memory()
