@@ -40,7 +40,7 @@ from megatron_klear.training.sft import SftTrainer
 
 LR, LONGEST, MEDIAN, SIGMA = 1e-4, 256, 40, 0.8
 # Sequences in a micro-batch of each way to give them to Trainer; --trainer-batch tries another.
-BEST_BATCH = {"padded": 32, "flat": 8}
+BEST_BATCH = {"padded": 16, "flat": 4}
 
 
 def write_sequences(folder: Path, count: int) -> Path:
