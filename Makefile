@@ -7,17 +7,19 @@ INSTALLED := .venv/.installed
 CONSTRAINTS = constraints/$(shell $(PYTHON) -c 'import sys; print("py311" if sys.version_info < (3, 12) else "py312")').txt
 PIP_INSTALL = $(BIN)/python -m pip install --quiet --disable-pip-version-check -c $(CONSTRAINTS)
 
-.PHONY: help venv test law campaign architecture lint types quickstart clean
+.PHONY: help venv test test-servers test-sglang law campaign architecture lint types quickstart clean
 
 help:
 	@echo "make test          CPU tests (without the marks gpu, slow, servers)"
+	@echo "make test-servers  real inference servers on CPU: sets them up (3 GB each), starts them, tests them (minutes)"
+	@echo "make test-sglang   the SGLang part of it"
 	@echo "make law           every layout against one rank: the whole table (minutes)"
 	@echo "make campaign      a run killed 40 times must end as the unbroken one (2 minutes)"
 	@echo "make architecture  import rules and the table of size budgets"
 	@echo "make lint          ruff"
 	@echo "make types         pyright"
 	@echo "make quickstart    SFT, then RL, of a small model on CPU"
-	@echo "make clean         remove .venv, caches and build outputs"
+	@echo "make clean         remove .venv, .venv-servers, caches and build outputs"
 	@echo "Every target makes .venv first if needed, with PYTHON=$(PYTHON) (3.11 or newer)."
 
 venv: $(INSTALLED)
@@ -35,6 +37,13 @@ $(INSTALLED): setup.py $(wildcard constraints/*.txt)
 # One thread: the tests run ranks side by side, and small operations are slower with more.
 test: $(INSTALLED)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q
+
+# The servers' own environments (.venv-servers, or SERVER_ENVIRONMENTS) are made by the tests, once.
+test-servers: $(INSTALLED)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m servers tests/servers
+
+test-sglang: $(INSTALLED)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m servers tests/servers -k 'not vllm'
 
 law: $(INSTALLED)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -s -m 'law or not law' tests/dist/test_layout_law.py tests/dist/test_moe_law.py
@@ -55,5 +64,5 @@ quickstart: $(INSTALLED)
 	$(BIN)/python examples/quickstart/run.py
 
 clean:
-	rm -rf .venv build dist .pytest_cache .ruff_cache .hypothesis *.egg-info
+	rm -rf .venv .venv-servers build dist .pytest_cache .ruff_cache .hypothesis *.egg-info
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

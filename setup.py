@@ -31,6 +31,7 @@ DEPENDENCIES = [
     "safetensors",
     "transformers>=5",
     "datasets>=3",
+    "httpx>=0.27",
     "math-verify>=0.8",
     "matplotlib",
     "tensorboard",

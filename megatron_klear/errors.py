@@ -30,6 +30,22 @@ class RolloutError(KlearError, RuntimeError):
     """An engine could not generate, or its output contradicts the trainer."""
 
 
+class EngineUnavailable(RolloutError):
+    """A server did not answer, or not sensibly: the same request may succeed later, or on another server."""
+
+
+class EngineStale(EngineUnavailable):
+    """A server drew tokens from weights that this run did not push to it: it was restarted behind our back."""
+
+
+class RequestRefused(RolloutError):
+    """A server answered that the request itself is wrong: no other server would take it."""
+
+
+class WeightsWanted(RolloutError):
+    """No engine can serve before the trainer has pushed its weights again; after that, ask once more."""
+
+
 class WeightSyncError(KlearError, RuntimeError):
     """An engine did not confirm that it holds the weights that were sent."""
 

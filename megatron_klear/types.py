@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from megatron_klear.metrics import Metric
 
 StopReason = Literal["stop", "length", "abort"]
+Transport = Literal["disk", "tensor", "broadcast"]
+PauseMode = Literal["abort", "retract", "in_place", "wait"]
 Message = Mapping[str, str]
 
 
@@ -67,6 +69,15 @@ class Prompt:
     metadata: Mapping[str, object] = field(default_factory=dict)
 
 
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Tokens that one engine drew in a row from one version of the weights. `engine` is its name, if it has one."""
+
+    num_tokens: int
+    weight_version: int
+    engine: str = ""
+
+
 @dataclass(slots=True)
 class Sample:
     """One trainable token sequence with its story. Grows only through `append_response`.
@@ -87,8 +98,8 @@ class Sample:
     """The reward less penalties (over-long, KL), where there are any: what advantages are made of."""
     reward_reason: str = ""
     advantage: float = 0.0
-    weight_version_min: int | None = None
-    weight_version_max: int | None = None
+    pieces: list[Piece] = field(default_factory=list)
+    """Which engine drew the response, from which weights: their tokens add up to the response's."""
     stop_reason: StopReason | None = None
 
     def __post_init__(self) -> None:
@@ -112,10 +123,26 @@ class Sample:
         """Tokens the loss counts."""
         return sum(self.loss_mask)
 
+    @property
+    def weight_version_min(self) -> int | None:
+        """Oldest weights that drew a token; None before there is one."""
+        return min((piece.weight_version for piece in self.pieces), default=None)
+
+    @property
+    def weight_version_max(self) -> int | None:
+        """Newest weights that drew a token; None before there is one."""
+        return max((piece.weight_version for piece in self.pieces), default=None)
+
     def append_response(
-        self, token_ids: Sequence[int], logprobs: Sequence[float], *, weight_version: int, stop_reason: StopReason
+        self,
+        token_ids: Sequence[int],
+        logprobs: Sequence[float],
+        *,
+        weight_version: int,
+        stop_reason: StopReason,
+        engine: str = "",
     ) -> None:
-        """Add engine output. All three rows grow together, so they cannot drift apart."""
+        """Add a piece of engine output. All rows grow together, so they cannot drift apart."""
         if len(token_ids) != len(logprobs):
             raise ValueError(
                 f"sample {self.sample_id}: {len(token_ids)} response tokens but {len(logprobs)} log-probs;"
@@ -124,8 +151,7 @@ class Sample:
         self.token_ids.extend(token_ids)
         self.loss_mask.extend([1] * len(token_ids))
         self.rollout_logprobs.extend(logprobs)
-        versions = [v for v in (self.weight_version_min, self.weight_version_max, weight_version) if v is not None]
-        self.weight_version_min, self.weight_version_max = min(versions), max(versions)
+        self.pieces.append(Piece(len(token_ids), weight_version, engine))
         self.stop_reason = stop_reason
 
 
@@ -264,7 +290,8 @@ class Completion:
     token_ids: tuple[int, ...]
     logprobs: tuple[float, ...]
     stop_reason: StopReason
-    weight_version: int
+    pieces: tuple[Piece, ...]
+    """Whose tokens these are, in order; their counts add up to the tokens'."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -286,6 +313,17 @@ class Score:
 
 
 @dataclass(frozen=True, slots=True)
+class Probe:
+    """Tokens, and what the trainer says of them with the weights that are pushed.
+
+    `logprobs` are at temperature 1, of token_ids[1:], each given those before it.
+    """
+
+    token_ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class SyncReport:
     """A weight push that every engine confirmed."""
 
@@ -293,3 +331,56 @@ class SyncReport:
     num_tensors: int
     num_bytes: int
     seconds: float
+    failed: Mapping[str, str] = field(default_factory=dict)
+    """Engines that were taken out because they did not confirm, by name, and why."""
+
+
+@dataclass(frozen=True, slots=True)
+class ServerAddress:
+    """A server as every process of a run names it: the name stands in errors, metrics and reports."""
+
+    name: str
+    url: str
+    kind: Literal["sglang", "vllm"]
+
+
+@dataclass(frozen=True, slots=True)
+class ServerFacts:
+    """What a server can do, asked once when it is connected: releases differ, and nothing is assumed."""
+
+    release: str
+    """Its own release number, as it says."""
+    transports: frozenset[Transport]
+    pause_modes: frozenset[PauseMode]
+    brackets_updates: bool
+    """Tensor and broadcast updates must stand between begin_update and end_update."""
+    stamps_tokens: bool
+    """Says for each token which weights drew it; otherwise the bridge does, and no request may span an update."""
+    has_checksum: bool
+    sleeps: bool
+    num_ranks: int = 1
+    """Ranks of the server that take part in a broadcast."""
+
+
+@dataclass(frozen=True, slots=True)
+class GroupAddress:
+    """A process group of the trainer (rank 0) and the ranks of all engines, for broadcasts of weights.
+
+    `rank_offset` is the first rank of the server that this address is given to.
+    """
+
+    name: str
+    host: str
+    port: int
+    world_size: int
+    rank_offset: int
+    backend: Literal["gloo", "nccl"]
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSpec:
+    """A tensor that will be broadcast: Hugging Face name, shape, dtype as torch names it ("float32")."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str

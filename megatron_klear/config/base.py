@@ -16,3 +16,8 @@ class Config(BaseModel):
     """A frozen part of a recipe: an unknown key is an error, a default is checked like a given value."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True, use_attribute_docstrings=True)
+
+
+def tuple_of_list(value: object) -> object:
+    """For `BeforeValidator`: YAML has lists; frozen settings hold tuples."""
+    return tuple(value) if isinstance(value, list) else value

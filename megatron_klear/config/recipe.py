@@ -6,9 +6,17 @@ from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field
 
-from megatron_klear.config.base import Config, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+from megatron_klear.config.base import (
+    Config,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    tuple_of_list,
+)
 from megatron_klear.config.loss import AdvantageConfig, CorrectionConfig, CriticConfig, KlConfig, LossConfig
 from megatron_klear.config.model import ModelConfig
+from megatron_klear.config.servers import ServersConfig
 
 
 class RunConfig(Config):
@@ -24,11 +32,6 @@ class RunConfig(Config):
     """Write TensorBoard events under output_dir/tensorboard."""
     wandb_project: str | None = None
     """Also log to this Weights & Biases project (needs the extra `wandb`)."""
-
-
-def _tuple_of_list(value: object) -> object:
-    """YAML has lists; frozen settings hold tuples."""
-    return tuple(value) if isinstance(value, list) else value
 
 
 class ParallelConfig(Config):
@@ -60,7 +63,7 @@ class ParallelConfig(Config):
     recompute_num_layers: PositiveInt = 1
     """With full: see recompute_method; with uniform it must divide the layers of every stage or chunk."""
     recompute_modules: Annotated[
-        tuple[Literal["core_attn", "mlp", "layernorm"], ...], Field(min_length=1), BeforeValidator(_tuple_of_list)
+        tuple[Literal["core_attn", "mlp", "layernorm"], ...], Field(min_length=1), BeforeValidator(tuple_of_list)
     ] = ("core_attn",)
     """With selective: what is computed again. `layernorm` costs least time; `mlp` saves most memory; `core_attn` saves
     where attention runs without a fused kernel, which is on a CPU."""
@@ -120,7 +123,8 @@ class HealthConfig(Config):
     """Checks that stop a run before it wastes a night."""
 
     max_train_rollout_logprob_abs_diff: PositiveFloat = 0.1
-    """Largest mean |trainer log-prob - engine log-prob| of a step."""
+    """Largest mean |trainer log-prob - engine log-prob| of a step. Not looked at where samples may be of older weights:
+    with rollout.max_async_steps or rollout.partial_rollout the probe of every push takes its place."""
     max_nonfinite_steps: NonNegativeInt = 3
     """Updates with a NaN or infinite loss or gradient that are skipped (and dumped) in a row before the run stops."""
     constant_reward_alarm_steps: PositiveInt = 10
@@ -229,10 +233,18 @@ class RolloutConfig(Config):
     """Most tokens of a response; longer ones are cut off and marked as truncated."""
     rollout_temperature: PositiveFloat = 1.0
     """Sampling temperature; the trainer's log-probs use the same."""
-    engine: Literal["embedded"] = "embedded"
-    """Where responses are sampled: in this process, by the embedded engine."""
+    engine: Literal["embedded", "sglang", "vllm"] = "embedded"
+    """Where responses are sampled: in this process, by the embedded engine, or on the servers of `servers`."""
     max_running_requests: PositiveInt = 256
     """Rows the embedded engine decodes at a time; finished rows make room for waiting ones."""
+    max_async_steps: NonNegativeInt = 0
+    """How many steps ahead of training the servers may sample, and so how many updates of the weights old a sample may
+    be: 0 waits for each step's rollout, 1 is one step off. Steps use groups in the order their prompts went out."""
+    over_sampling_batch_size: PositiveInt | None = None
+    """Prompts that are sampled for a step on servers; at rollout_batch_size groups the rest is cut short.
+    rollout_batch_size if not given."""
+    partial_rollout: bool = False
+    """Responses that were cut short go on in the next step from the tokens they have; otherwise they are dropped."""
 
 
 class RewardConfig(Config):
@@ -320,6 +332,8 @@ class RlRecipe(_Recipe):
 
     data: PromptDataConfig
     rollout: RolloutConfig
+    servers: ServersConfig | None = None
+    """Needed with rollout.engine sglang or vllm, without effect otherwise."""
     train: TrainConfig = TrainConfig()
     loss: LossConfig
     advantage: AdvantageConfig = AdvantageConfig()

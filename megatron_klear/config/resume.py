@@ -56,6 +56,9 @@ _FREE_BY_KIND: Mapping[Kind, Set[str]] = {
         "rollout.num_rollout",
         # How fast: each response has its own random state, each answer its own verdict.
         "rollout.max_running_requests",
+        # Where responses are made: from the same weights, tokens and temperature.
+        "rollout.engine",
+        "servers",
         "reward.num_workers",
         "reward.timeout_s",
     },

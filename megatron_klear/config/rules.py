@@ -37,6 +37,7 @@ from megatron_klear.config.recipe import (
 from megatron_klear.config.rules_parallel import PARALLEL_RULES
 from megatron_klear.config.rules_recompute import RECOMPUTE_RULES
 from megatron_klear.config.rules_rl import RL_RULES
+from megatron_klear.config.rules_servers import SERVER_RULES
 from megatron_klear.config.unused import given_but_unused
 from megatron_klear.errors import CheckpointError, Fault
 
@@ -266,6 +267,7 @@ _RULES: tuple[tuple[Callable[..., Faults], tuple[str, ...]], ...] = (
     (_output_folder_is_its_own, ("run", "checkpoint")),
     *RECOMPUTE_RULES,
     *RL_RULES,
+    *SERVER_RULES,
 )
 
 

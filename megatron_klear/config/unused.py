@@ -13,8 +13,10 @@ from megatron_klear.config.recipe import (
     ExportConfig,
     ParallelConfig,
     RewardConfig,
+    RolloutConfig,
     SelectionConfig,
 )
+from megatron_klear.config.servers import ServersConfig
 from megatron_klear.errors import Fault
 
 # Names of settings without effect, each with the reason: the words after "would have no effect".
@@ -80,6 +82,34 @@ def _unused_in_selection(selection: SelectionConfig) -> _Unused:
         yield "zero_std_metric", "with selection.drop_zero_std_groups false"
 
 
+def _unused_in_rollout(rollout: RolloutConfig) -> _Unused:
+    if rollout.engine == "embedded":
+        names = ("max_async_steps", "over_sampling_batch_size", "partial_rollout")
+        yield from ((name, "with rollout.engine embedded, which waits for all it was asked") for name in names)
+    else:
+        yield "max_running_requests", f"with rollout.engine {rollout.engine}, only with embedded"
+        if rollout.max_async_steps > 0:
+            yield "over_sampling_batch_size", "with rollout.max_async_steps: nothing is cut short, every group is used"
+        if rollout.over_sampling_batch_size is None:
+            yield "partial_rollout", "without rollout.over_sampling_batch_size: nothing is cut short"
+
+
+def _unused_in_servers(servers: ServersConfig) -> _Unused:
+    if servers.num_servers == 0:
+        names = ("launch_python", "launch_port", "launch_args", "launch_env", "max_restarts")
+        yield from ((name, "without servers.num_servers") for name in names)
+    for transports, names in _OF_TRANSPORTS.items():
+        if servers.transport not in transports:
+            yield from ((name, f"with servers.transport {servers.transport}") for name in names)
+
+
+_OF_TRANSPORTS = {
+    ("disk",): ("weights_dir", "keep_weights"),
+    ("tensor", "broadcast"): ("bucket_bytes",),
+    ("broadcast",): ("broadcast_host", "broadcast_port"),
+}
+
+
 def _unused_in_checkpoint(checkpoint: CheckpointConfig) -> _Unused:
     keep = ("keep_every", "keep_best")
     if checkpoint.save_interval is None:
@@ -106,6 +136,8 @@ _BY_SECTION: Mapping[str, Callable[[Any], _Unused]] = {
     "correction": _unused_in_correction,
     "advantage": _unused_in_advantage,
     "selection": _unused_in_selection,
+    "rollout": _unused_in_rollout,
+    "servers": _unused_in_servers,
 }
 
 

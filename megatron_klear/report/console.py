@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 
+from megatron_klear.types import SyncReport
+
 SHORT_NAMES = {
     "rollout/response_len_mean": "len",
     "train/train_rollout_logprob_abs_diff": "lp_diff",
@@ -20,6 +22,15 @@ def step_line(step: int, total: int, metrics: Mapping[str, float], *, keys: Sequ
     `keys` are metric names in the order to show; one without a value shows `-`, so that the lines stay aligned.
     """
     return "  ".join([f"step {step:>{len(str(total))}}/{total}", *(_field(key, metrics.get(key)) for key in keys)])
+
+
+def push_line(report: SyncReport) -> str:
+    """One line of a push of weights to servers, with those that were taken out and why."""
+    rate = report.num_bytes / max(report.seconds, 1e-9)
+    line = (
+        f"weights {report.version}: {report.num_bytes / 1e6:.1f} MB in {report.seconds:.2f} s ({rate / 1e6:.1f} MB/s)"
+    )
+    return "\n".join([line, *(f"  {name} is taken out: {reason}" for name, reason in report.failed.items())])
 
 
 def format_table(rows: Sequence[Mapping[str, object]]) -> str:

@@ -15,9 +15,11 @@ from typing import Any
 from megatron_klear.errors import ConfigError, DataError
 from megatron_klear.report.console import format_number, format_table
 from megatron_klear.report.curves import curves_svg, plot_curves, series
-from megatron_klear.report.record import METRICS_FILE, read_metrics, read_samples
+from megatron_klear.report.measures import Scales
+from megatron_klear.report.record import METRICS_FILE, read_metrics
+from megatron_klear.report.samples import StepSample, read_samples
 from megatron_klear.report.theme import style_sheet
-from megatron_klear.report.viewer import LEGEND, StepSample, choose_samples, render_samples
+from megatron_klear.report.viewer import choose_samples, render_samples, render_switch, switch_rules
 
 MAX_SAMPLES = 40
 NUM_RECENT_SAMPLES = 1000
@@ -125,7 +127,7 @@ def _load(name: str, folder: Path) -> _Run:
 def _page(runs: Sequence[_Run], *, title: str, table: Sequence[Mapping[str, str]], curves: str) -> str:
     summary = f'<h2>Accuracy</h2><div class="card">{_table(table)}</div>' if table else ""
     timings = "".join(_timings(run) for run in runs)
-    samples = "".join(_samples(run, most=max(2, MAX_SAMPLES // len(runs))) for run in runs if run.samples)
+    rollouts = _rollouts([run for run in runs if run.samples])
     return f"""<!doctype html>
 <html lang="en">
 <head>
@@ -133,7 +135,7 @@ def _page(runs: Sequence[_Run], *, title: str, table: Sequence[Mapping[str, str]
 <meta name="viewport" content="width=device-width, initial-scale=1">
 <title>{escape(title)}</title>
 <style>
-{style_sheet()}</style>
+{style_sheet()}{switch_rules()}</style>
 </head>
 <body>
 <main>
@@ -147,7 +149,7 @@ def _page(runs: Sequence[_Run], *, title: str, table: Sequence[Mapping[str, str]
 <div class="card curves">{curves}</div>
 <p class="muted">Mean reward: faint is each step, bold its mean over neighbouring steps.</p>
 {f"<h2>Where the time goes</h2>{timings}" if timings else ""}
-{f"<h2>Rollouts</h2>{LEGEND}{samples}" if samples else ""}
+{rollouts}
 </main>
 </body>
 </html>
@@ -234,10 +236,19 @@ def _timing_row(label: str, mean: float, largest: str, share: float) -> str:
     )
 
 
-def _samples(run: _Run, *, most: int) -> str:
-    chosen = choose_samples(run.samples, most=most)
-    note = f"{len(chosen)} of the {len(run.samples)} newest recorded samples, last steps first"
-    return f'<h3>{escape(run.name)}</h3><p class="muted">{note}</p>{render_samples(chosen)}'
+def _rollouts(runs: Sequence[_Run]) -> str:
+    """The samples of every run below one switch, on common scales. The order of the siblings is the switch's."""
+    if not runs:
+        return ""
+    most = max(2, MAX_SAMPLES // len(runs))
+    chosen = [(run, choose_samples(run.samples, most=most)) for run in runs]
+    scales = Scales.of(sample for _, samples in chosen for _, sample in samples)
+    blocks = [
+        f'<h3>{escape(run.name)}</h3><p class="muted">{len(samples)} of the {len(run.samples)} newest recorded samples,'
+        f" last steps first</p>{render_samples(samples, scales)}"
+        for run, samples in chosen
+    ]
+    return f'<h2>Rollouts</h2>{render_switch(scales)}<div class="rollouts">{"".join(blocks)}</div>'
 
 
 def _table(rows: Sequence[Mapping[str, str]]) -> str:

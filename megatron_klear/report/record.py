@@ -1,17 +1,14 @@
-"""The recorder of a run: metrics.jsonl, samples.jsonl, TensorBoard events, wandb; and reading them back.
+"""The recorder of a run: metrics.jsonl, samples.jsonl, TensorBoard events, wandb; and reading metrics back.
 
 TensorBoard events are written with tensorboard's own protobufs, so that this package needs no torch.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 import time
-from collections import deque
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol, Self
@@ -20,48 +17,14 @@ from tensorboard.compat.proto.event_pb2 import Event, SessionLog  # pyright: ign
 from tensorboard.compat.proto.summary_pb2 import Summary  # pyright: ignore[reportAttributeAccessIssue]
 from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
-from megatron_klear.errors import ConfigError, DataError, Fault
+from megatron_klear.errors import ConfigError, Fault
 from megatron_klear.report.jsonl import JsonlWriter, cut_after, read_jsonl, write_error
+from megatron_klear.report.samples import SAMPLES_FILE, SampleRecord, sample_row
 
 METRICS_FILE = "metrics.jsonl"
-SAMPLES_FILE = "samples.jsonl"
-CELLS = ("in_range", "clipped_low", "clipped_high")
 NON_FINITE = ("nan", "inf", "-inf")
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class SampleRecord:
-    """One rollout as the report shows it. The five tuples hold one entry a response token.
-
-    `tokens` are decoded one by one; `ratios` are exp(current - old log-prob), `cells` what the clip did (`CELLS`).
-    `reward` is None where the reward machinery failed. Raises `DataError` for uneven tuples or an unknown cell.
-    """
-
-    sample_id: str
-    prompt: str
-    response: str
-    answer: str
-    reward: float | None
-    reason: str
-    advantage: float
-    tokens: tuple[str, ...]
-    rollout_logprobs: tuple[float, ...]
-    current_logprobs: tuple[float, ...]
-    ratios: tuple[float, ...]
-    cells: tuple[str, ...]
-    truncated: bool
-    weight_version: int
-
-    def __post_init__(self) -> None:
-        names = ("tokens", "rollout_logprobs", "current_logprobs", "ratios", "cells")
-        rows = (self.tokens, self.rollout_logprobs, self.current_logprobs, self.ratios, self.cells)
-        if len({len(row) for row in rows}) > 1:
-            lengths = ", ".join(f"{len(row)} {name}" for name, row in zip(names, rows, strict=True))
-            raise DataError(f"sample {self.sample_id}: {lengths}; expected one entry a response token in each")
-        if unknown := sorted(set(self.cells) - set(CELLS)):
-            raise DataError(f"sample {self.sample_id}: unknown cell {unknown[0]!r}; expected one of {', '.join(CELLS)}")
 
 
 class _Mirror(Protocol):
@@ -126,8 +89,8 @@ class RunRecorder:
             mirror.log(step, numbers)
 
     def log_samples(self, step: int, samples: Sequence[SampleRecord]) -> None:
-        """Append rollouts of a step. Per-token numbers keep six digits: they are for reading, and there are many."""
-        self._samples.append({"step": step, **_short_row(sample)} for sample in samples)
+        """Append rollouts of a step."""
+        self._samples.append({"step": step, **sample_row(sample)} for sample in samples)
 
     def close(self) -> None:
         """Close the files and end the mirrors; a second call does nothing."""
@@ -144,20 +107,6 @@ def read_metrics(run_dir: str | Path) -> list[dict[str, Any]]:
     if lines.num_torn:
         logger.warning("%s: the last line is cut off (a killed run); %d line left out", path, lines.num_torn)
     return [{key: float(v) if v in NON_FINITE else v for key, v in record.items()} for record in lines.records]
-
-
-def read_samples(run_dir: str | Path, *, last: int | None = None) -> list[tuple[int, SampleRecord]]:
-    """(step, sample) of the `last` recorded rollouts, oldest first; all of them if None; [] if the run made none.
-
-    A torn last line is left out with a warning; raises `DataError` for a file that is broken elsewhere.
-    """
-    path = Path(run_dir) / SAMPLES_FILE
-    if not path.is_file():
-        return []
-    lines = read_jsonl(path)
-    if lines.num_torn:
-        logger.warning("%s: the last line is cut off (a killed run); %d line left out", path, lines.num_torn)
-    return [(record["step"], _to_sample(record, path)) for record in deque(lines.records, maxlen=last)]
 
 
 class _TensorBoard:
@@ -235,27 +184,3 @@ def _cannot_use(folder: Path, error: OSError) -> ConfigError:
         " expected a folder that this user may create and write to, with free space",
         [Fault("run.output_dir", str(folder), f"cannot be written: {error.strerror or error}")],
     )
-
-
-def _short_row(sample: SampleRecord) -> dict[str, Any]:
-    row = dataclasses.asdict(sample)
-    for key in ("rollout_logprobs", "current_logprobs", "ratios"):
-        row[key] = [float(f"{value:.6g}") for value in row[key]]
-    return row
-
-
-def _to_sample(row: Mapping[str, Any], path: Path) -> SampleRecord:
-    fields = {key: value for key, value in row.items() if key != "step"}
-    try:
-        for key in ("rollout_logprobs", "current_logprobs", "ratios"):
-            fields[key] = tuple(float(value) for value in fields[key])
-        for key in ("tokens", "cells"):
-            fields[key] = tuple(fields[key])
-        fields["advantage"] = float(fields["advantage"])
-        fields["reward"] = None if fields["reward"] is None else float(fields["reward"])
-        return SampleRecord(**fields)
-    except (KeyError, TypeError, ValueError) as error:
-        raise DataError(
-            f"{path}: a line of step {row['step']} is not a rollout as RunRecorder writes it ({error!r});"
-            " was it written by another version?"
-        ) from error

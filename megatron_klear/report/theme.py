@@ -14,6 +14,53 @@ class Colour:
     dark: str
 
 
+@dataclass(frozen=True, slots=True)
+class Shade:
+    """Background of a token: on the page in the light and the dark scheme, and on the terminal.
+
+    `terminal` is an index of the 256 colours that bears black text; None leaves the terminal's own colours.
+    """
+
+    light: str
+    dark: str
+    terminal: int | None
+
+
+PLAIN = Shade("#eef0f2", "#272a2f", None)
+LOW, LOWER, LOWEST = (
+    Shade("#d6e7fb", "#213650", 153),
+    Shade("#b4d4f7", "#1d4470", 117),
+    Shade("#8dbdf2", "#1f5591", 75),
+)
+HIGH, HIGHER, HIGHEST = (
+    Shade("#fde6cd", "#4a341f", 223),
+    Shade("#fbcb9b", "#6b3d0d", 216),
+    Shade("#f5a962", "#8a4d08", 208),
+)
+# "heat" goes from unremarkable to remarkable, "diverging" from low over plain to high, "names" has no order.
+PALETTES = {
+    "heat": (
+        PLAIN,
+        Shade("#fff3c4", "#45401f", 230),
+        Shade("#ffdf95", "#5c4a16", 222),
+        Shade("#ffc078", "#70470f", 216),
+        Shade("#ff9b73", "#7d3a14", 209),
+        Shade("#f7787a", "#8a2626", 203),
+    ),
+    "diverging": (LOWEST, LOWER, LOW, PLAIN, HIGH, HIGHER, HIGHEST),
+    "clip": (PLAIN, LOWER, HIGHER),
+    "names": (
+        Shade("#cfe3f7", "#1d4470", 153),
+        Shade("#fcd9b4", "#6b3d0d", 223),
+        Shade("#c3ecdd", "#0f4f40", 158),
+        Shade("#f0d2e6", "#5f2a4f", 219),
+        Shade("#efe3a6", "#574a08", 229),
+        Shade("#d9d5f5", "#3c3775", 147),
+        Shade("#f7cfcb", "#6b2522", 217),
+        Shade("#d5dadf", "#454b52", 250),
+    ),
+}
+
 SURFACE = Colour("surface", "#fffffe", "#1c1e21")
 INK = Colour("ink", "#22262b", "#e6e7e9")
 MUTED = Colour("muted", "#646b75", "#9da4ae")
@@ -29,9 +76,6 @@ SERIES = (
 )
 PAGE = (
     Colour("page", "#f5f6f8", "#131517"),
-    Colour("in-range", "#eef0f2", "#272a2f"),
-    Colour("clipped-low", "#c5defa", "#1d4470"),
-    Colour("clipped-high", "#fcd9b4", "#6b3d0d"),
     Colour("good", "#1b7a3d", "#5fd08a"),
     Colour("bad", "#b3261e", "#ff8a80"),
 )
@@ -40,8 +84,13 @@ CHART = (SURFACE, INK, MUTED, GRID, *SERIES)
 
 def style_sheet() -> str:
     """The CSS of the report page."""
-    light = "".join(f"--{colour.name}:{colour.light};" for colour in (*CHART, *PAGE))
-    dark = "".join(f"--{colour.name}:{colour.dark};" for colour in (*CHART, *PAGE))
+    shades = [
+        Colour(f"{palette}-{level}", shade.light, shade.dark)
+        for palette, row in PALETTES.items()
+        for level, shade in enumerate(row)
+    ]
+    light = "".join(f"--{colour.name}:{colour.light};" for colour in (*CHART, *PAGE, *shades))
+    dark = "".join(f"--{colour.name}:{colour.dark};" for colour in (*CHART, *PAGE, *shades))
     schemes = f":root{{color-scheme:light dark;{light}}}\n@media(prefers-color-scheme:dark){{:root{{{dark}}}}}"
     return f"{schemes}\n{_RULES}"
 
@@ -83,11 +132,13 @@ pre,.tokens{font:13px/1.75 ui-monospace,"DejaVu Sans Mono",Menlo,Consolas,monosp
 overflow-wrap:anywhere;margin:4px 0 10px}
 pre{line-height:1.5}
 .label{color:var(--muted);font-size:12px;font-weight:600;margin-top:8px}
-.t{border-radius:3px;padding:1px 0;background:var(--in-range);box-decoration-break:clone;
+.t{border-radius:3px;padding:1px 0;background:var(--heat-0);box-decoration-break:clone;
 -webkit-box-decoration-break:clone}
-.t.l{background:var(--clipped-low);border-bottom:2px dotted var(--series-1)}
-.t.h{background:var(--clipped-high);border-bottom:2px solid var(--series-2)}
 .t:hover{outline:1.5px solid var(--ink)}
-.eol{color:var(--muted)}
-.legend{display:flex;flex-direction:column;gap:4px}
+.eol{opacity:.7}
+.by{margin:0 4px 0 0}
+.by+label{margin-right:16px;cursor:pointer}
+.scale{display:none;flex-wrap:wrap;gap:6px 14px;align-items:baseline}
+.scale p{flex-basis:100%}
+.scale .t{padding:1px 6px}
 """

@@ -17,6 +17,7 @@ from megatron_klear.config.model import Qwen3Shape
 from megatron_klear.errors import RolloutError
 from megatron_klear.models.qwen3.decode import Qwen3Decoder
 from megatron_klear.rollout.generation import Generation
+from megatron_klear.rollout.limits import ModelLimits
 from megatron_klear.types import Completion, GenerationRequest
 
 
@@ -26,6 +27,7 @@ class EmbeddedEngine:
     def __init__(self, shape: Qwen3Shape, *, max_running_requests: int = 256) -> None:
         self.shape = shape
         self.max_running_requests = max_running_requests
+        self._limits = ModelLimits(shape.vocab_size, shape.max_position_embeddings)
         self._decoder: Qwen3Decoder | None = None
         self._version = -1
 
@@ -44,24 +46,7 @@ class EmbeddedEngine:
         if self._decoder is None:
             raise RolloutError("the embedded engine has no weights yet; call load_weights before generate")
         for request in requests:
-            self._check(request)
+            self._limits.check(request)
         if not requests:
             return []
         return Generation(self._decoder, requests, self._version, self.max_running_requests).run()
-
-    def _check(self, request: GenerationRequest) -> None:
-        """A bad id would read outside the embedding; say which request it was instead."""
-        total, limit = len(request.token_ids) + request.max_new_tokens, self.shape.max_position_embeddings
-        if not request.token_ids or request.max_new_tokens < 1:
-            raise RolloutError(f"request {request.request_id} needs at least one prompt token and one new token")
-        if total > limit:
-            raise RolloutError(
-                f"request {request.request_id}: {len(request.token_ids)} prompt tokens + {request.max_new_tokens} new"
-                f" tokens = {total}, but max_position_embeddings is {limit}; shorten the prompt or the response"
-            )
-        bad = [t for t in request.token_ids if not 0 <= t < self.shape.vocab_size]
-        if bad:
-            raise RolloutError(
-                f"request {request.request_id} holds token id {bad[0]}, expected ids from 0 to"
-                f" {self.shape.vocab_size - 1}"
-            )

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from megatron_klear.models.qwen3.decode import Qwen3Decoder
 from megatron_klear.rollout.draws import sample, seed_tensor, uniforms
-from megatron_klear.types import Completion, GenerationRequest
+from megatron_klear.types import Completion, GenerationRequest, Piece
 
 BURST = 4
 
@@ -78,7 +78,7 @@ class _Ledger:
                 tuple(self.tokens[i, :length].tolist()),
                 tuple(self.logprobs[i, :length].tolist()),
                 "stop" if stopped else "length",
-                version,
+                (Piece(length, version),),
             )
             for i, (request, length, stopped) in enumerate(
                 zip(self.requests, self.lengths.tolist(), self.stopped.tolist(), strict=True)

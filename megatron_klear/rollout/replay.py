@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from megatron_klear.errors import DataError
-from megatron_klear.types import Prompt, RolloutBatch, Sample, SampleGroup
+from megatron_klear.rollout.sampler import to_sample
+from megatron_klear.types import Completion, Piece, Prompt, RolloutBatch, Sample, SampleGroup
 
 
 def step_file(folder: str | Path, step: int) -> Path:
@@ -61,8 +62,7 @@ def _sample_row(sample: Sample) -> dict[str, Any]:
         "reward": sample.reward,
         "shaped_reward": sample.shaped_reward,
         "reason": sample.reward_reason,
-        "weight_version_min": sample.weight_version_min,
-        "weight_version_max": sample.weight_version_max,
+        "pieces": [[piece.num_tokens, piece.weight_version, piece.engine] for piece in sample.pieces],
         "stop_reason": sample.stop_reason,
     }
 
@@ -73,13 +73,13 @@ def _group(row: Mapping[str, Any]) -> SampleGroup:
 
 
 def _sample(prompt: Prompt, row: Mapping[str, Any]) -> Sample:
-    sample = Sample(row["sample_id"], prompt)
-    sample.append_response(
-        row["response_ids"],
-        row["rollout_logprobs"],
-        weight_version=row["weight_version_max"],
-        stop_reason=row["stop_reason"],
+    pieces = tuple(Piece(*piece) for piece in row["pieces"])
+    counts = {len(row["response_ids"]), len(row["rollout_logprobs"]), sum(piece.num_tokens for piece in pieces)}
+    if len(counts) > 1:
+        raise ValueError(f"tokens, log-probs and pieces are not equally many: {sorted(counts)}")
+    completion = Completion(
+        row["sample_id"], tuple(row["response_ids"]), tuple(row["rollout_logprobs"]), row["stop_reason"], pieces
     )
-    sample.weight_version_min = row["weight_version_min"]
+    sample = to_sample(prompt, completion)
     sample.reward, sample.shaped_reward, sample.reward_reason = row["reward"], row["shaped_reward"], row["reason"]
     return sample

@@ -38,24 +38,28 @@ class SamplingPlan:
 
 def draw(engine: RolloutEngine, prompts: Sequence[Prompt], plan: SamplingPlan) -> list[tuple[Prompt, Completion]]:
     """`n_samples_per_prompt` completions of every prompt, prompt after prompt."""
-    jobs = [
-        (prompt, f"{plan.step}.{plan.round}/{prompt.prompt_id}/{i}.{j}")
-        for i, prompt in enumerate(prompts)
-        for j in range(plan.n_samples_per_prompt)
-    ]
     requests = [
+        (prompt, request)
+        for i, prompt in enumerate(prompts)
+        for request in group_requests(prompt, f"{plan.step}.{plan.round}/{prompt.prompt_id}/{i}", plan)
+    ]
+    completions = engine.generate([request for _, request in requests])
+    return [(prompt, completion) for (prompt, _), completion in zip(requests, completions, strict=True)]
+
+
+def group_requests(prompt: Prompt, name: str, plan: SamplingPlan) -> tuple[GenerationRequest, ...]:
+    """The requests of one group. Seeds depend on the run's seed and on `name`, which must be new in the run."""
+    return tuple(
         GenerationRequest(
-            name,
+            f"{name}.{j}",
             prompt.token_ids,
             plan.max_new_tokens,
             temperature=plan.temperature,
             stop_token_ids=plan.stop_token_ids,
-            seed=zlib.crc32(f"{plan.seed}/{name}".encode()),
+            seed=zlib.crc32(f"{plan.seed}/{name}.{j}".encode()),
         )
-        for prompt, name in jobs
-    ]
-    completions = engine.generate(requests)
-    return [(prompt, completion) for (prompt, _), completion in zip(jobs, completions, strict=True)]
+        for j in range(plan.n_samples_per_prompt)
+    )
 
 
 def sample(engine: RolloutEngine, prompts: Sequence[Prompt], plan: SamplingPlan) -> RolloutBatch:
@@ -64,18 +68,24 @@ def sample(engine: RolloutEngine, prompts: Sequence[Prompt], plan: SamplingPlan)
     groups = []
     for i, prompt in enumerate(prompts):
         own = drawn[i * plan.n_samples_per_prompt : (i + 1) * plan.n_samples_per_prompt]
-        groups.append(SampleGroup(prompt, tuple(_to_sample(prompt, completion) for _, completion in own)))
+        groups.append(SampleGroup(prompt, tuple(to_sample(prompt, completion) for _, completion in own)))
     return RolloutBatch(tuple(groups))
 
 
-def _to_sample(prompt: Prompt, completion: Completion) -> Sample:
-    sample = Sample(completion.request_id, prompt)
-    sample.append_response(
-        completion.token_ids,
-        completion.logprobs,
-        weight_version=completion.weight_version,
-        stop_reason=completion.stop_reason,
-    )
+def to_sample(prompt: Prompt, completion: Completion) -> Sample:
+    """A completion as a trainable sequence, piece by piece."""
+    sample, begin = Sample(completion.request_id, prompt), 0
+    for piece in completion.pieces:
+        end = begin + piece.num_tokens
+        sample.append_response(
+            completion.token_ids[begin:end],
+            completion.logprobs[begin:end],
+            weight_version=piece.weight_version,
+            stop_reason=completion.stop_reason,
+            engine=piece.engine,
+        )
+        begin = end
+    assert begin == len(completion.token_ids), f"{completion.request_id}: pieces of {begin} tokens"
     return sample
 
 

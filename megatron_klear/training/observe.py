@@ -12,7 +12,7 @@ from megatron_klear.losses.terms import RlLoss
 from megatron_klear.parallel.broadcast import from_last_stage
 from megatron_klear.parallel.context import whole_rows
 from megatron_klear.protocols import PolicyLoss
-from megatron_klear.report.record import SampleRecord
+from megatron_klear.report.samples import SampleRecord
 from megatron_klear.training.run import MainSide, Run
 from megatron_klear.types import MicroBatch, Sample, TrainBatch
 from megatron_klear_kernels.linear_policy_loss.coefficients import ClipRule
@@ -50,7 +50,7 @@ def _seen(micro_batch: MicroBatch, current: Tensor, policy: ClippedLoss) -> Tens
 
 
 def _record(main: MainSide, sample: Sample, rows: Tensor) -> SampleRecord:
-    """`rows` [5, ...] start at the sample's first position. With GAE the advantage shown is the tokens' mean."""
+    """`rows` [5, ...] start at the sample's first position."""
     first = len(sample.prompt.token_ids) - 1
     current, ratios, low, high, advantages = rows[:, first : first + len(sample.response_ids)].tolist()
     decode = main.tokenizer.decode
@@ -61,7 +61,7 @@ def _record(main: MainSide, sample: Sample, rows: Tensor) -> SampleRecord:
         answer=sample.prompt.answer,
         reward=sample.reward,
         reason=sample.reward_reason,
-        advantage=sum(advantages) / len(advantages),
+        stop_reason=sample.stop_reason,
         tokens=tuple(decode([token]) for token in sample.response_ids),
         rollout_logprobs=tuple(sample.rollout_logprobs[first + 1 :]),
         current_logprobs=tuple(current),
@@ -69,6 +69,6 @@ def _record(main: MainSide, sample: Sample, rows: Tensor) -> SampleRecord:
         cells=tuple(
             "clipped_low" if a else "clipped_high" if b else "in_range" for a, b in zip(low, high, strict=True)
         ),
-        truncated=sample.stop_reason == "length",
-        weight_version=sample.weight_version_max if sample.weight_version_max is not None else -1,
+        advantages=tuple(advantages),
+        pieces=tuple(sample.pieces),
     )

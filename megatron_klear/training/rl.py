@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from torch import Tensor
 from tqdm import tqdm
@@ -30,6 +31,7 @@ from megatron_klear.rollout.sampler import (
     score,
     select,
 )
+from megatron_klear.rollout.stream import GroupStream, StreamSettings
 from megatron_klear.training.annotate import annotate, last_stage
 from megatron_klear.training.command import recipe_of
 from megatron_klear.training.companions import build_companions
@@ -38,7 +40,7 @@ from megatron_klear.training.evaluate import readable_prompts
 from megatron_klear.training.head import HeadSettings
 from megatron_klear.training.health import ConstantRewardAlarm, check_engine_agrees, check_first_update
 from megatron_klear.training.observe import record_samples
-from megatron_klear.training.run import Run, loop, open_run, pack_spec
+from megatron_klear.training.run import MainSide, Run, loop, open_run, pack_spec
 from megatron_klear.types import Prompt, RolloutBatch, Sample, StepReport, TrainBatch
 
 ENGINE_DIFFERENCE = "train/train_rollout_logprob_abs_diff"
@@ -67,6 +69,19 @@ class PromptSource:
         return [self.prompts[i] for i in self.stream.next(count)]
 
 
+class _NothingAhead:
+    """In the place of a `GroupStream`'s state where no prompt is ever on its way: a run may change its engine."""
+
+    def state(self) -> dict[str, Any]:
+        """As a stream's that is empty."""
+        return {"serial": 0, "again": []}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """A stream's prompts are passed over."""
+        if state["again"]:
+            tqdm.write(f"{len(state['again'])} prompts that were on their way to servers are passed over")
+
+
 @dataclass(frozen=True, slots=True)
 class StepPlan:
     """Rank 0's half of a step: the rollout, the samples of each update, and their batches (one a replica)."""
@@ -84,6 +99,7 @@ class RlTrainer:
         self.recipe = recipe
         with main_first():
             self.source = _load_prompts(run, recipe)
+            self.stream = self._open_stream()
         self.old_logprobs = recipe.train.old_logprobs
         self.loss = build_loss(recipe.loss, recipe.kl, on_policy=self.old_logprobs == "current")
         self.advantage = build_advantage(recipe.advantage)
@@ -91,17 +107,20 @@ class RlTrainer:
         self.aggregation = Aggregation(recipe.loss.loss_agg_mode, recipe.loss.loss_scale_factor)
         self.alarm = ConstantRewardAlarm(recipe.health)
         run.checkpoints.add_state("reward_alarm", self.alarm)
+        self.shares_gpus = recipe.servers is not None and recipe.servers.colocate
         self.checked = False
 
     def rl_step(self, step: int) -> dict[str, float]:
         """Sample, score, select, pack on rank 0; train on every rank; bring the engine up to date."""
         run, clock = self.run, _Clock()
-        plan = self._plan(step) if run.main is not None else StepPlan()
+        plan = run.on_main(lambda main: self._plan(main, step)) or StepPlan()
         clock.lap("rollout_time")
+        if self.shares_gpus:
+            run.sync.release(run.policy.version)
         batches = run.distribute(plan.batches if run.main is not None else None)
         metrics = annotate(batches, self.companions.annotators(run.policy, self.recipe))
         if batches and self.old_logprobs == "recompute":
-            check_engine_agrees(metrics[ENGINE_DIFFERENCE], self.recipe.health)
+            self._check_engine(metrics)
         self._assign_credit(batches, plan)
         clock.lap("annotate_time")
         reports = [
@@ -111,15 +130,15 @@ class RlTrainer:
         run.push_weights()
         self.companions.after_step(step, run.policy.stage)
         clock.lap("update_weights_time")
-        return self._metrics(plan.rollout, reports, metrics) | _counts(batches) | clock.laps
+        return self._metrics(plan.rollout, reports, metrics) | _counts(batches) | self._of_servers() | clock.laps
 
-    def _plan(self, step: int) -> StepPlan:
+    def _plan(self, main: MainSide, step: int) -> StepPlan:
         """Rank 0's half of a step: groups with rewards and advantages, and what every update will see."""
         debug = self.recipe.debug
         if debug.load_rollout_data is not None:
             rollout = load_rollout(debug.load_rollout_data, step)
         else:
-            rollout = self._sample(step)
+            rollout = self._sample(main, step)
         if debug.save_rollout_data is not None:
             save_rollout(debug.save_rollout_data, step, rollout)
         if self.advantage is not None:
@@ -139,10 +158,12 @@ class RlTrainer:
         batches = [pack(part, spec, sft_loss_coef=alpha, aggregation=self.aggregation) for part in updates]
         return StepPlan(rollout, updates, batches)
 
-    def _sample(self, step: int) -> RolloutBatch:
+    def _sample(self, main: MainSide, step: int) -> RolloutBatch:
         """Groups that can teach something: sampled, scored, selected, and refilled as often as the recipe allows."""
         run, recipe = self.run, self.recipe
-        assert run.main is not None and run.main.reward_fn is not None and self.source is not None
+        if self.stream is not None:
+            return self.stream.take(run.policy.version)
+        assert main.reward_fn is not None and self.source is not None
         rollout = RolloutBatch(())
         limits = SelectionContext(
             run.policy.version, recipe.rollout.rollout_max_response_len, seed=recipe.run.seed + step
@@ -151,10 +172,31 @@ class RlTrainer:
             missing = recipe.rollout.rollout_batch_size - len(rollout.groups)
             if missing == 0:
                 break
-            drawn = sample(run.main.engine, self.source.next(missing), self._sampling(step, number))
-            scored = score(drawn, run.main.reward_fn, run.main.tokenizer.decode_response)
+            drawn = sample(main.engines.engine, self.source.next(missing), self._sampling(step, number))
+            scored = score(drawn, main.reward_fn, main.tokenizer.decode_response)
             rollout = merged(rollout, select(scored, recipe.selection, limits))
         return rollout
+
+    def _open_stream(self) -> GroupStream | None:
+        """Where groups come from if servers make them; rank 0 only."""
+        if self.source is None or self.run.main is None:
+            return None
+        if self.run.main.engines.bridge is None:
+            self.run.checkpoints.add_state("rollouts", _NothingAhead())
+            return None
+        rollout, selection = self.recipe.rollout, self.recipe.selection
+        settings = StreamSettings(
+            rollout.rollout_batch_size,
+            rollout.over_sampling_batch_size or rollout.rollout_batch_size,
+            rollout.max_async_steps,
+            selection.max_resample_rounds * rollout.rollout_batch_size,
+            rollout.partial_rollout,
+            selection.max_staleness,
+        )
+        mailbox, source = self.run.main.engines.bridge.mailbox, self.source
+        stream = GroupStream(mailbox, source.prompts, source.stream, settings, self._sampling(0, 0))
+        self.run.checkpoints.add_state("rollouts", stream)
+        return stream
 
     def _sampling(self, step: int, number: int) -> SamplingPlan:
         rollout = self.recipe.rollout
@@ -211,8 +253,15 @@ class RlTrainer:
         """What `annotate` finds where it makes a pass. The update was made, but nothing is saved or sampled from it."""
         parts = [engine_difference(current, micro_batch) for micro_batch, current in last_stage(batch, logprobs)]
         found = reduce_metrics(merge(parts), self.run.context)
-        check_engine_agrees(found[ENGINE_DIFFERENCE], self.recipe.health)
+        self._check_engine(found)
         return found
+
+    def _check_engine(self, metrics: Mapping[str, float]) -> None:
+        """Where every token is of the weights that the step began with; older tokens must differ, and only the probe
+        of each push says that the servers are right."""
+        rollout = self.recipe.rollout
+        if rollout.max_async_steps == 0 and not rollout.partial_rollout:
+            check_engine_agrees(metrics[ENGINE_DIFFERENCE], self.recipe.health)
 
     def _metrics(
         self, rollout: RolloutBatch, reports: list[StepReport], annotated: Mapping[str, float]
@@ -226,6 +275,20 @@ class RlTrainer:
             values = [report.metrics[name] for report in reports if name in report.metrics]
             numbers[name] = sum(values) / len(values)
         return numbers
+
+    def _of_servers(self) -> dict[str, float]:
+        """How the servers fare, on rank 0."""
+        main = self.run.main
+        if main is None or main.engines.bridge is None:
+            return {}
+        status = main.engines.bridge.process.status()
+        return {
+            "rollout/num_engines_serving": float(sum(engine.state == "serving" for engine in status.engines)),
+            "rollout/num_restarts": float(sum(engine.num_restarts for engine in status.engines)),
+            "rollout/num_requests_retried": float(status.num_retried),
+            "rollout/num_answers_discarded": float(status.num_discarded),
+            "rollout/num_requests_continued": float(status.num_continued),
+        }
 
 
 def _counts(batches: Sequence[TrainBatch]) -> dict[str, float]:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 from tqdm import tqdm
@@ -20,6 +21,7 @@ from megatron_klear.config.recipe import CheckpointConfig, Recipe, RewardConfig,
 from megatron_klear.data.balance import TokenCost
 from megatron_klear.data.packing import PackSpec, flatten, unflatten
 from megatron_klear.data.template import ChatTokenizer, load_tokenizer
+from megatron_klear.errors import WeightsWanted
 from megatron_klear.models.build import DTYPES, ModelStage
 from megatron_klear.models.hf_bridge import import_weights
 from megatron_klear.models.qwen3.backend import attention_kernel
@@ -29,11 +31,11 @@ from megatron_klear.parallel.broadcast import broadcast_number, main_first, scat
 from megatron_klear.parallel.context import split_batch
 from megatron_klear.parallel.rng import seed_rank
 from megatron_klear.parallel.topology import ParallelContext, parallel_context
-from megatron_klear.protocols import RewardFn
-from megatron_klear.report.console import step_line
+from megatron_klear.protocols import RewardFn, WeightSync
+from megatron_klear.report.console import push_line, step_line
 from megatron_klear.report.record import RunRecorder
 from megatron_klear.rewards.registry import build_reward
-from megatron_klear.rollout.embedded import EmbeddedEngine
+from megatron_klear.training.engines import Engines, open_engines, open_sync, uses_servers
 from megatron_klear.training.evaluate import Evaluator, load_evaluator
 from megatron_klear.training.folders import (
     check_saved,
@@ -46,13 +48,14 @@ from megatron_klear.training.head import HeadSettings
 from megatron_klear.training.health import NonFiniteGuard
 from megatron_klear.training.learner import LearnerSettings
 from megatron_klear.training.policy import Policy, build_policy
+from megatron_klear.training.probe import TrainerProbe
 from megatron_klear.training.saving import RunCheckpoints
 from megatron_klear.training.stopping import StopSignals
-from megatron_klear.types import TrainBatch
-from megatron_klear.weight_sync.inprocess import InProcessSync
+from megatron_klear.types import Probe, TrainBatch
 from megatron_klear_kernels.linear_policy_loss.paths import choose_path
 
 ACCURACY = "eval/accuracy"
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +63,7 @@ class MainSide:
     """What only rank 0 has: text, rewards, the engine and everything a person looks at."""
 
     tokenizer: ChatTokenizer
-    engine: EmbeddedEngine
+    engines: Engines
     reward_fn: RewardFn | None
     evaluator: Evaluator | None
     recorder: RunRecorder
@@ -74,33 +77,50 @@ class Run:
     context: ParallelContext
     shape: Qwen3Shape
     policy: Policy
-    sync: InProcessSync
+    sync: WeightSync
+    probe: TrainerProbe | None
+    """What servers must agree on after a push; None without servers."""
     checkpoints: RunCheckpoints
     guard: NonFiniteGuard
     stop: StopSignals
     main: MainSide | None
 
     def push_weights(self) -> float:
-        """Bring the engine up to date, on every rank; seconds."""
-        return self.sync.push(self.policy.export_weights(), self.policy.version).seconds
+        """Bring the engines up to date, on every rank; seconds."""
+        probe = None
+        if self.probe is not None:
+            probe = Probe(self.probe.token_ids, tuple(self.probe.logprobs()))
+        with main_first():
+            report = self.sync.push(self.policy.export_weights(), self.policy.version, probe)
+        if self.main is not None and self.probe is not None:
+            tqdm.write(push_line(report))
+        return report.seconds
+
+    def on_main(self, work: Callable[[MainSide], T]) -> T | None:
+        """Rank 0's `work`; None on other ranks. Whenever its servers want weights, all ranks push them, and it is asked
+        again: what it had done until then must not be lost.
+        """
+        while True:
+            found, wanted = None, ""
+            with main_first():
+                if self.main is not None:
+                    try:
+                        found = work(self.main)
+                    except WeightsWanted as error:
+                        wanted = str(error)
+            if not broadcast_number(bool(wanted), self.context):
+                return found
+            if wanted:
+                tqdm.write(f"weights are pushed once more: {wanted}")
+            self.push_weights()
 
     def evaluate(self, step: int) -> dict[str, float]:
         """Held-out accuracy of the current weights, on every rank; empty where the recipe has no evaluation."""
         if self.recipe.eval.prompt_data is None:
             return {}
         self.push_weights()
-        accuracy = 0.0
-        if self.main is not None and self.main.evaluator is not None:
-            started = time.perf_counter()
-            result = self.main.evaluator.run(self.main.engine)
-            accuracy = result.value
-            seconds = time.perf_counter() - started
-            self.main.recorder.log(step, {ACCURACY: accuracy, "perf/eval_time": seconds})
-            tqdm.write(
-                f"eval after step {step}: {result.num_correct} of {result.num_problems} right"
-                f" ({accuracy:.1%}) in {seconds:.1f} s"
-            )
-        return {ACCURACY: broadcast_number(accuracy, self.context)}
+        accuracy = self.on_main(lambda main: _evaluate(main, step))
+        return {ACCURACY: broadcast_number(accuracy or 0.0, self.context)}
 
     def export(self) -> HfExport | None:
         """Write the Hugging Face folder that the recipe asks for; a collective. The export on rank 0."""
@@ -132,6 +152,20 @@ class Run:
             self.policy.head.choose_rows(batch.micro_batches)
             batches.append(batch)
         return batches
+
+
+def _evaluate(main: MainSide, step: int) -> float:
+    """Accuracy of the engines' weights, written down."""
+    assert main.evaluator is not None
+    started = time.perf_counter()
+    result = main.evaluator.run(main.engines.engine)
+    seconds = time.perf_counter() - started
+    main.recorder.log(step, {ACCURACY: result.value, "perf/eval_time": seconds})
+    tqdm.write(
+        f"eval after step {step}: {result.num_correct} of {result.num_problems} right"
+        f" ({result.value:.1%}) in {seconds:.1f} s"
+    )
+    return result.value
 
 
 @contextlib.contextmanager
@@ -172,8 +206,11 @@ def open_run(
         checkpoints.add_state("guard", guard)
         if saved is not None and not store.restore_rng(saved) and context.is_main:
             tqdm.write(f"{saved.folder} is of another layout: random state of user code starts anew")
-        sync = InProcessSync(main.engine if main else None)
-        yield Run(recipe, context, shape, policy, sync, checkpoints, guard, stop, main)
+        sync = open_sync(recipe, main.engines if main else None, stack, on_cpu=context.device.kind == "cpu")
+        run = Run(recipe, context, shape, policy, sync, None, checkpoints, guard, stop, main)
+        if uses_servers(recipe):
+            run = replace(run, probe=TrainerProbe(policy, pack_spec(run), run.distribute))
+        yield run
 
 
 def _retention(config: CheckpointConfig) -> Retention:
@@ -231,8 +268,7 @@ def _open_main_side(
     checkpoints.recipe, checkpoints.tokenizer = dump_recipe(recipe), tokenizer.fingerprint
     if checkpoints.saved is not None and not recipe.checkpoint.allow_recipe_changes:
         check_tokenizer(checkpoints.saved, tokenizer.fingerprint)
-    slots = recipe.rollout.max_running_requests if isinstance(recipe, RlRecipe) else 256
-    engine = EmbeddedEngine(shape, max_running_requests=slots)
+    engines = open_engines(recipe, shape, stack)
     reward: RewardConfig | None = recipe.reward
     reward_fn, evaluator = None, None
     if reward is not None:
@@ -249,7 +285,7 @@ def _open_main_side(
         )
     )
     write_recipe(Path(recipe.run.output_dir), checkpoints.recipe)
-    return MainSide(tokenizer, engine, reward_fn, evaluator, recorder)
+    return MainSide(tokenizer, engines, reward_fn, evaluator, recorder)
 
 
 def _resume_step(recipe: Recipe, saved: Saved | None) -> int | None:

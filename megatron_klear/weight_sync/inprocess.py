@@ -8,18 +8,19 @@ from collections.abc import Iterable, Iterator
 from torch import Tensor
 
 from megatron_klear.errors import WeightSyncError
-from megatron_klear.protocols import RolloutEngine
-from megatron_klear.types import SyncReport
+from megatron_klear.protocols import LocalEngine
+from megatron_klear.types import Probe, SyncReport
 
 
 class InProcessSync:
     """Hands tensors to the engine one by one. Ranks without an engine only take part in the collective."""
 
-    def __init__(self, engine: RolloutEngine | None) -> None:
+    def __init__(self, engine: LocalEngine | None) -> None:
         self.engine = engine
 
-    def push(self, named_tensors: Iterable[tuple[str, Tensor]], version: int) -> SyncReport:
+    def push(self, named_tensors: Iterable[tuple[str, Tensor]], version: int, probe: Probe | None = None) -> SyncReport:
         """Exhaust the iterator, load, and check that the engine now says `version`."""
+        assert probe is None, "tensors that were handed over need no probe"
         started = time.perf_counter()
         counted = _Counted(named_tensors)
         if self.engine is None:
@@ -32,6 +33,9 @@ class InProcessSync:
                     f"the engine reports weight version {self.engine.weight_version} after a push of {version}"
                 )
         return SyncReport(version, counted.num_tensors, counted.num_bytes, time.perf_counter() - started)
+
+    def release(self, version: int) -> None:
+        """The engine holds no memory that the trainer wants."""
 
 
 class _Counted:

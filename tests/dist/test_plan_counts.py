@@ -61,7 +61,7 @@ def test_every_rank_saves_what_is_planned(pool: Pool, layout: Layout, dtype: str
         parallel,
         dtype,
         num_layers=shape.num_hidden_layers,
-        attention=AttentionPath("dense", len(LENGTHS), max(LENGTHS)),
+        attention=AttentionPath("blocks", ((len(LENGTHS), max(LENGTHS)),)),
     )
     expected = layers + final_norm_bytes(shape, tokens, parallel, dtype) + rotary_bytes(shape, tokens, dtype)
     for rank in counted(pool, layout, False, dtype, True):

@@ -11,6 +11,7 @@ from helpers.tiny_qwen3 import random_tensors
 from megatron_klear import cli
 from megatron_klear.config.load import load_recipe
 from megatron_klear.errors import TrainingError
+from megatron_klear.rollout.embedded import EmbeddedEngine
 from megatron_klear.training.head import HeadSettings
 from megatron_klear.training.rl import RlTrainer
 from megatron_klear.training.run import open_run
@@ -43,7 +44,9 @@ def stale_engine(rank: int, world_size: int, recipe_path: str) -> str:
         run.push_weights()
         if run.main is not None:
             other = {name: 0.2 * tensor for name, tensor in random_tensors(run.shape, seed=5).items()}
-            run.main.engine.load_weights(other.items(), run.policy.version)
+            engine = run.main.engines.engine
+            assert isinstance(engine, EmbeddedEngine)
+            engine.load_weights(other.items(), run.policy.version)
         try:
             trainer.rl_step(1)
         except TrainingError as error:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from e2e.runs import Bench
 from helpers.checkpoints import tensors_of
-from megatron_klear.report.record import read_samples
+from megatron_klear.report.samples import read_samples
 
 # One update a step: its first numbers are those of the weights the step began with.
 ONE_UPDATE = {"batch.global_batch_size": 16}
@@ -34,8 +34,8 @@ def test_a_critic_learns_first_alone_and_then_beside_the_policy(sft: Bench) -> N
     for line in others:
         assert line["critic/loss"] > 0 and "train/loss" in line and "critic/return_mean" in line
     # The policy did not move while the critic warmed up, and moved after.
-    versions = {step: sample.weight_version for step, sample in read_samples(sft.folder / "rl_gae")}
-    assert versions[2] == 0 and versions[3] == others[0]["train/num_updates"] > 0
+    versions = {step: sample.versions for step, sample in read_samples(sft.folder / "rl_gae")}
+    assert versions[2] == (0,) and versions[3] == (others[0]["train/num_updates"],) > (0,)
     assert (sft.folder / "rl_gae" / "checkpoints" / "iter_0000003" / "critic").is_dir()
     assert not (sft.folder / "rl_gae" / "checkpoints" / "iter_0000003" / "reference").exists()
 

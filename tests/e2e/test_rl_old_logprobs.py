@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from e2e.runs import Bench
-from megatron_klear.report.record import read_samples
+from megatron_klear.report.samples import read_samples
 
 ONE_UPDATE = {"batch.global_batch_size": 16}
 DIFFERENCE = "train/train_rollout_logprob_abs_diff"

@@ -20,7 +20,7 @@ from dist.pool import ROOT
 from e2e.runs import Bench
 from helpers.checkpoints import tensors_of
 from megatron_klear.config.load import load_recipe
-from megatron_klear.report.record import read_samples
+from megatron_klear.report.samples import read_samples
 
 
 def assert_equal(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
@@ -64,9 +64,9 @@ def test_rl_writes_down_what_it_did(rl: Bench) -> None:
     samples = read_samples(rl.folder / "rl")
     assert set(Counter(step for step, _ in samples)) == {1, 2, 3}
     for step, sample in samples:
-        assert sample.weight_version == updates_before[step - 1]
+        assert sample.versions == (updates_before[step - 1],)
         text = sample.response.removesuffix("<|im_end|>")
-        assert sample.reward == (-1.0 if sample.truncated else -len(text) / 10)
+        assert sample.reward == (-1.0 if sample.is_truncated else -len(text) / 10)
         # A rollout's log-probs are the trainer's before the step; after one update they have moved a little.
         old = [c - math.log(r) for c, r in zip(sample.current_logprobs, sample.ratios, strict=True)]
         assert old == pytest.approx(list(sample.rollout_logprobs), abs=1e-4)

@@ -8,7 +8,7 @@ import pytest
 
 from e2e.runs import Bench
 from e2e.test_runs import assert_equal
-from megatron_klear.report.record import read_samples
+from megatron_klear.report.samples import read_samples
 
 START = {"model.load": None, "model.random_init": True, "rollout.num_rollout": 4, "checkpoint.resume": "auto"}
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import time
+import zlib
+
 from megatron_klear.types import RewardRequest
 
 
@@ -25,3 +28,19 @@ def lottery_of_failures(request: RewardRequest) -> float:
 def half_of_the_prompts(request: RewardRequest) -> float:
     """Something to learn only where the answer is odd."""
     return length_reward(request) if int(request.prompt.answer) % 2 else equal_reward(request)
+
+
+def checksum_reward(request: RewardRequest) -> float:
+    """Another one for every text."""
+    return zlib.crc32(request.response.encode()) / 2**32
+
+
+def slow_equal_reward(request: RewardRequest) -> float:
+    """Nothing to learn, and not soon."""
+    time.sleep(0.05)
+    return equal_reward(request)
+
+
+def wrong_type(request: RewardRequest) -> str:
+    """Not a number."""
+    return "7"

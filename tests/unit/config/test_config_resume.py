@@ -68,9 +68,10 @@ FREE_BY_KIND = {
         "reward": {"type", "correct", "incorrect", "format", "timeout_s", "num_workers"},
     },
     "rl": {
+        "": {"servers"},
         "data": {"prompt_data"},
         "kl": {"ref_load"},
-        "rollout": {"num_rollout", "max_running_requests"},
+        "rollout": {"num_rollout", "max_running_requests", "engine"},
         "reward": {"timeout_s", "num_workers"},
         "debug": {"save_rollout_data"},
     },

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import resource
+import subprocess
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -199,19 +200,29 @@ def test_the_cpu_is_picked_where_there_is_no_cuda() -> None:
     assert pick_device(3) == CPU
 
 
+PAGE_FAULTS = """
+import resource
+import torch
+from megatron_klear.parallel.device import keep_freed_memory
+
+def page_faults():
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    # 128 MiB: 32,768 pages of 4 KiB, if none are kept.
+    tensors = [torch.ones(1 << 21) for _ in range(16)]
+    del tensors
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+
+print(keep_freed_memory(), page_faults(), page_faults())
+"""
+
+
 def test_memory_of_freed_tensors_is_not_asked_for_again() -> None:
-    if not keep_freed_memory():
+    # In a process of its own: the memory of this one has holes that other tests left.
+    done = subprocess.run([sys.executable, "-c", PAGE_FAULTS], capture_output=True, text=True, timeout=120, check=True)
+    is_kept, first, second = done.stdout.split()
+    if is_kept != "True":
         pytest.skip("the C library is not glibc")
-
-    def page_faults() -> int:
-        before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-        # 128 MiB: 32,768 pages of 4 KiB, if none are kept.
-        tensors = [torch.ones(1 << 21) for _ in range(16)]
-        del tensors
-        return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
-
-    page_faults()
-    assert page_faults() < 500
+    assert int(first) > 4096 and 8 * int(second) < int(first)
 
 
 def test_a_c_library_without_the_setting_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:

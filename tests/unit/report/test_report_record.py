@@ -12,7 +12,9 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from megatron_klear.errors import ConfigError, DataError, TrainingError
 from megatron_klear.report.jsonl import read_jsonl
-from megatron_klear.report.record import RunRecorder, SampleRecord, read_metrics, read_samples
+from megatron_klear.report.record import RunRecorder, read_metrics
+from megatron_klear.report.samples import SampleRecord, read_samples
+from megatron_klear.types import Piece
 
 SAMPLE = SampleRecord(
     sample_id="7/0",
@@ -21,14 +23,14 @@ SAMPLE = SampleRecord(
     answer="2",
     reward=1.0,
     reason="equal",
-    advantage=0.5,
+    stop_reason="stop",
     tokens=("it", " is", " 2"),
     rollout_logprobs=(-0.1, -0.25, -1.5),
     current_logprobs=(-0.125, -0.5, -1.0),
     ratios=(0.5, 1.0, 1.75),
     cells=("clipped_low", "in_range", "clipped_high"),
-    truncated=False,
-    weight_version=3,
+    advantages=(0.5, 0.5, -0.25),
+    pieces=(Piece(2, 3), Piece(1, 5, "b")),
 )
 
 
@@ -133,6 +135,15 @@ def test_missing_metrics_are_an_error(tmp_path: Path) -> None:
 def test_a_line_that_is_no_rollout_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "samples.jsonl").write_text('{"step": 6, "sample_id": "x"}\n')
     with pytest.raises(DataError, match=r"a line of step 6 is not a rollout as RunRecorder writes it"):
+        read_samples(tmp_path)
+
+
+def test_a_file_of_an_older_version_says_what_to_do(tmp_path: Path) -> None:
+    old = {"sample_id": "x", "advantage": 1.0, "truncated": False, "weight_version": 4}
+    (tmp_path / "samples.jsonl").write_text(json.dumps({"step": 6, **old}) + "\n")
+    with pytest.raises(
+        DataError, match=r"samples\.jsonl: the line of step 6 .*older version.* rename or delete the file"
+    ):
         read_samples(tmp_path)
 
 
@@ -257,12 +268,32 @@ def test_a_sample_with_uneven_rows_is_an_error() -> None:
         replace(SAMPLE, ratios=(1.0, 1.0))
 
 
+def test_pieces_of_another_number_of_tokens_are_an_error() -> None:
+    with pytest.raises(DataError, match=r"sample 7/0: 3 tokens, .* 3 advantages, pieces of 4 tokens; expected one"):
+        replace(SAMPLE, pieces=(Piece(4, 3),))
+
+
+def test_the_rows_of_an_update_are_there_all_or_none() -> None:
+    fresh = replace(SAMPLE, current_logprobs=(), ratios=(), cells=(), advantages=())
+    assert math.isnan(fresh.mean_advantage)
+    with pytest.raises(DataError, match="3 tokens, 3 rollout_logprobs, 0 current_logprobs, 0 ratios"):
+        replace(fresh, cells=SAMPLE.cells)
+
+
+def test_versions_and_engines_of_a_sample() -> None:
+    pieces = (Piece(1, 7, "b"), Piece(1, 3, "a"), Piece(1, 7, "b"))
+    sample = replace(SAMPLE, pieces=pieces)
+    assert sample.versions == (3, 7) and sample.engines == ("b", "a")
+    assert sample.mean_advantage == 0.25 and not sample.is_truncated
+    assert replace(SAMPLE, stop_reason="length").is_truncated
+
+
 def test_a_sample_with_an_unknown_cell_is_an_error() -> None:
     with pytest.raises(DataError, match="unknown cell 'clipped'; expected one of in_range, clipped_low"):
         replace(SAMPLE, cells=("in_range", "clipped", "in_range"))
 
 
 def test_report_loads_no_torch() -> None:
-    modules = "record, curves, html, viewer, console, jsonl, theme"
+    modules = "record, samples, curves, html, viewer, measures, inspect, saved_rollout, console, jsonl, theme"
     code = f"import sys; from megatron_klear.report import {modules}; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -19,7 +19,7 @@ from megatron_klear.config.model import Qwen3Shape, read_shape
 from megatron_klear.errors import RolloutError, WeightSyncError
 from megatron_klear.models.qwen3.decode import Qwen3Decoder
 from megatron_klear.rollout.embedded import EmbeddedEngine
-from megatron_klear.types import Completion, GenerationRequest
+from megatron_klear.types import Completion, GenerationRequest, Piece
 
 SEED = 11
 Weights = Iterable[tuple[str, Tensor]]
@@ -127,7 +127,7 @@ def test_completions_come_in_the_order_of_the_requests() -> None:
     jobs = requests(40)
     completions = engine().generate(jobs)
     assert [c.request_id for c in completions] == [r.request_id for r in jobs]
-    assert all(c.weight_version == 7 for c in completions)
+    assert all(c.pieces == (Piece(len(c.token_ids), 7),) for c in completions)
     assert all(len(c.token_ids) == len(c.logprobs) for c in completions)
 
 
@@ -203,7 +203,7 @@ def test_an_engine_can_generate_again_with_longer_sequences_and_new_weights() ->
     assert_same(made.generate(short), before)
     made.load_weights(random_tensors(tiny_shape(True), SEED + 1).items(), 8)
     after = made.generate(short)
-    assert [c.weight_version for c in after] == [8, 8]
+    assert [c.pieces[0].weight_version for c in after] == [8, 8]
     assert after[0].token_ids != before[0].token_ids or after[0].logprobs != pytest.approx(before[0].logprobs, abs=0.1)
 
 

@@ -85,7 +85,10 @@ def test_a_step_that_was_not_saved_is_named(tmp_path: Path) -> None:
         '{"prompt_id": "p", "prompt_ids": [1], "answer": "", "source": "", "samples": [3]}',
         '{"prompt_id": "p", "prompt_ids": [1], "answer": "", "source": "", "samples": [{"sample_id": "s",'
         ' "response_ids": [1, 2], "rollout_logprobs": [-1.0], "reward": 1.0, "shaped_reward": null, "reason": "",'
-        ' "weight_version_min": 0, "weight_version_max": 0, "stop_reason": "stop"}]}',
+        ' "pieces": [[2, 0, ""]], "stop_reason": "stop"}]}',
+        '{"prompt_id": "p", "prompt_ids": [1], "answer": "", "source": "", "samples": [{"sample_id": "s",'
+        ' "response_ids": [1, 2], "rollout_logprobs": [-1.0, -1.0], "reward": 1.0, "shaped_reward": null, "reason": "",'
+        ' "pieces": [[1, 0, ""]], "stop_reason": "stop"}]}',
         "",
     ],
 )

@@ -26,6 +26,7 @@ from megatron_klear.rollout.sampler import (
 from megatron_klear.types import (
     Completion,
     GenerationRequest,
+    Piece,
     Prompt,
     RewardRequest,
     RolloutBatch,
@@ -56,7 +57,8 @@ class EchoEngine:
         for i, request in enumerate(requests):
             ids = (request.token_ids[-1],) * (i + 1)
             reason = "length" if i % 2 else "stop"
-            completions.append(Completion(request.request_id, ids, (-0.5,) * (i + 1), reason, self.weight_version))
+            pieces = (Piece(1, self.weight_version),) * (i + 1)
+            completions.append(Completion(request.request_id, ids, (-0.5,) * (i + 1), reason, pieces))
         return completions
 
     def load_weights(self, named_tensors: Iterable[tuple[str, Tensor]], version: int) -> None:
@@ -295,7 +297,7 @@ def test_a_group_of_truncated_responses_is_gone_and_counted_once() -> None:
 def test_stale_samples_are_judged_by_their_oldest_token(limit: int | None, kept: str) -> None:
     samples = [long_sample(str(i), 1, reward=float(i)) for i in range(5)]
     for i, one in enumerate(samples):
-        one.weight_version_min, one.weight_version_max = 5 + i, 9
+        one.pieces = [Piece(1, 9), Piece(1, 5 + i)]
     at = dataclasses.replace(AT, weight_version=9)
     rules = SelectionConfig(max_staleness=limit, drop_zero_std_groups=False)
     after = select(one_group(*samples), rules, at)

@@ -18,7 +18,7 @@ from megatron_klear.config.recipe import EvalConfig, RewardConfig
 from megatron_klear.data.template import ChatTokenizer
 from megatron_klear.errors import DataError, RewardError
 from megatron_klear.training.evaluate import Evaluator, load_evaluator
-from megatron_klear.types import Completion, GenerationRequest, Prompt, RewardRequest, Score
+from megatron_klear.types import Completion, GenerationRequest, Piece, Prompt, RewardRequest, Score
 
 WORDS = ("<eos>", "one", "two", "three", "?")
 EOS = WORDS.index("<eos>")
@@ -48,7 +48,7 @@ class LastTokenEngine:
         for request in requests:
             last = request.token_ids[-1]
             ids, reason = ((last,) * 4, "length") if last == 3 else ((last, EOS), "stop")
-            made.append(Completion(request.request_id, ids, (-1.0,) * len(ids), reason, 0))
+            made.append(Completion(request.request_id, ids, (-1.0,) * len(ids), reason, (Piece(len(ids), 0),)))
         return made
 
     def load_weights(self, named_tensors: Iterable[tuple[str, Tensor]], version: int) -> None:

@@ -17,10 +17,10 @@ from megatron_klear.losses.policy import GppoLoss
 from megatron_klear.losses.terms import LossTerms, RlLoss
 from megatron_klear.parallel.topology import ParallelContext
 from megatron_klear.protocols import PolicyLoss
-from megatron_klear.report.record import SampleRecord
+from megatron_klear.report.samples import SampleRecord
 from megatron_klear.training.observe import SAMPLES_PER_STEP, record_samples
 from megatron_klear.training.run import Run
-from megatron_klear.types import LossOutput, MicroBatch, Prompt, Sample, TokenStats, TrainBatch
+from megatron_klear.types import LossOutput, MicroBatch, Piece, Prompt, Sample, TokenStats, TrainBatch
 
 LOSS = RlLoss(GppoLoss(GppoLossConfig(type="gppo")), LossTerms())
 
@@ -60,11 +60,19 @@ def make_sample(number: int, advantage: float) -> Sample:
     return sample
 
 
-def recorded(samples: Sequence[Sample], context: ParallelContext, loss: PolicyLoss = LOSS) -> list[SampleRecord]:
+def recorded(
+    samples: Sequence[Sample],
+    context: ParallelContext,
+    loss: PolicyLoss = LOSS,
+    *,
+    advantages: torch.Tensor | None = None,
+) -> list[SampleRecord]:
     """Ratios rise along the micro-batch: position t has the ratio 0.5 + t / 10."""
     (batch,) = pack(samples, PackSpec(data_parallel_size=1, max_tokens=256, multiple_of=16))
     micro_batch = batch.micro_batches[0]
     micro_batch.old_logprobs = -torch.arange(micro_batch.token_ids.numel()).float()
+    if advantages is not None:
+        micro_batch.advantages = advantages
     current = micro_batch.old_logprobs + ratios(batch).log()
     recorder = ListRecorder()
     main = SimpleNamespace(recorder=recorder, tokenizer=NumberTokenizer())
@@ -91,8 +99,8 @@ def test_numbers_are_those_of_the_response_tokens(context: ParallelContext) -> N
     assert second.cells == ("in_range", "clipped_high", "clipped_high", "clipped_high")
     assert first.tokens == ("100", "101", "102")
     assert (first.prompt, first.response, first.answer) == ("0 1", "100 101 102", "42")
-    assert (first.reward, first.reason, first.advantage) == (1.0, "correct", -1.0)
-    assert first.truncated and first.weight_version == 5
+    assert (first.reward, first.reason, first.mean_advantage) == (1.0, "correct", -1.0)
+    assert first.is_truncated and first.pieces == (Piece(3, 5, ""),)
 
 
 @pytest.mark.parametrize("num_samples", (1, 4, 9))
@@ -109,7 +117,7 @@ def test_samples_with_the_same_tokens_are_each_recorded_once(context: ParallelCo
     twin = make_sample(0, advantage=1.0)
     twin.sample_id = "twin"
     records = recorded([make_sample(0, advantage=-1.0), twin], context)
-    assert sorted((record.sample_id, record.advantage) for record in records) == [("s0", -1.0), ("twin", 1.0)]
+    assert sorted((record.sample_id, record.mean_advantage) for record in records) == [("s0", -1.0), ("twin", 1.0)]
 
 
 def test_a_sample_keeps_its_numbers_wherever_it_was_packed(context: ParallelContext) -> None:
@@ -117,9 +125,21 @@ def test_a_sample_keeps_its_numbers_wherever_it_was_packed(context: ParallelCont
     samples = [make_sample(i, advantage=float(i)) for i in range(4)]
     for record in recorded(samples, context):
         number = int(record.sample_id[1:])
-        assert record.advantage == number
+        assert record.mean_advantage == number
         assert record.rollout_logprobs[0] == pytest.approx(-0.1 - number)
         assert len(record.tokens) == 3 + number % 4
+
+
+def test_every_token_keeps_its_own_advantage_weights_and_engine(context: ParallelContext) -> None:
+    """With a critic advantages differ from token to token; a partial rollout was drawn by several engines."""
+    sample = make_sample(1, advantage=0.0)
+    sample.append_response([7, 8], [-1.0, -2.0], weight_version=9, stop_reason="stop", engine="b")
+    (record,) = recorded([sample], context, advantages=torch.arange(16.0))
+    # Three prompt tokens: the response is predicted at positions 2 to 7.
+    assert record.advantages == (2.0, 3.0, 4.0, 5.0, 6.0, 7.0) and record.mean_advantage == 4.5
+    assert record.pieces == (Piece(4, 5), Piece(2, 9, "b"))
+    assert record.versions == (5, 9) and record.engines == ("", "b")
+    assert record.stop_reason == "stop" and not record.is_truncated
 
 
 def test_a_loss_of_your_own_has_ratios_and_no_cells(context: ParallelContext) -> None:
