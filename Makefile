@@ -47,6 +47,7 @@ test-sglang: $(INSTALLED)
 
 law: $(INSTALLED)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -s -m 'law or not law' tests/dist/test_layout_law.py tests/dist/test_moe_law.py
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m law tests/dist --ignore tests/dist/test_layout_law.py --ignore tests/dist/test_moe_law.py
 
 campaign: $(INSTALLED)
 	OMP_NUM_THREADS=1 $(BIN)/python tests/e2e/kill_campaign.py --kills 40

@@ -45,8 +45,8 @@ def test_an_unsharded_optimizer_goes_on(pool: Pool, tmp_path: Path) -> None:
     ("first", "others", "shape"),
     [
         (ONE, [EP2, STAGES], MIXED),
-        (EP2, [ONE, Layout(tp=2, pp=2, sp=True, ep=2)], MIXED),
-        (STAGES, [EP2], FIRST_DENSE),
+        pytest.param(EP2, [ONE, Layout(tp=2, pp=2, sp=True, ep=2)], MIXED, marks=pytest.mark.law),
+        pytest.param(STAGES, [EP2], FIRST_DENSE, marks=pytest.mark.law),
         (EP2, [ONE], ALL_ALIKE),
     ],
 )

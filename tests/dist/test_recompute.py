@@ -22,7 +22,7 @@ SETTINGS = (
 LAYOUTS = (
     ONE,
     Layout(tp=2, sp=True),
-    Layout(tp=4),
+    pytest.param(Layout(tp=4), marks=pytest.mark.law),
     Layout(pp=2),
     Layout(pp=2, vpp=2),
     Layout(cp=2),

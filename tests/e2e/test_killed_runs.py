@@ -21,8 +21,8 @@ def campaign(pool: Pool, options: Options) -> Report:
     "options",
     [
         Options(
-            kills=8,
-            steps=12,
+            kills=4,
+            steps=8,
             seed=3,
             phases=("save", "write", "rename", "tracker", "prune", "metrics"),
             random_times=0.25,
