@@ -39,7 +39,7 @@ Said = TypeVar("Said")
 
 def environment() -> Path:
     """The environment that serves; made (minutes) if it is not there. SERVER_ENVIRONMENTS names another place."""
-    folder = Path(os.environ.get("SERVER_ENVIRONMENTS", ROOT / ".venv-servers")).absolute() / "vllm"
+    folder = Path(os.environ.get("SERVER_ENVIRONMENTS") or ROOT / ".venv-servers").absolute() / "vllm"
     command = [str(TOOLS / "setup.sh"), str(folder)]
     subprocess.run(command, check=True, timeout=1800, env={**os.environ, "PYTHON": sys.executable})
     return folder
