@@ -238,8 +238,8 @@ class RolloutConfig(Config):
     max_running_requests: PositiveInt = 256
     """Rows the embedded engine decodes at a time; finished rows make room for waiting ones."""
     max_async_steps: NonNegativeInt = 0
-    """How many steps ahead of training the servers may sample, and so how many updates of the weights old a sample may
-    be: 0 waits for each step's rollout, 1 is one step off. Steps use groups in the order their prompts went out."""
+    """How many steps ahead of training the servers may sample, which is how many steps old a sample may be: 0 waits for
+    each step's rollout, 1 is one step off. Steps use groups in the order their prompts went out."""
     over_sampling_batch_size: PositiveInt | None = None
     """Prompts that are sampled for a step on servers; at rollout_batch_size groups the rest is cut short.
     rollout_batch_size if not given."""

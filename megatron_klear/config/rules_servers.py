@@ -51,9 +51,13 @@ def _transport_fits(rollout: RolloutConfig, servers: ServersConfig) -> Faults:
 
 
 def _ahead_only_with_known_ratios(rollout: RolloutConfig, train: TrainConfig) -> Faults:
-    if rollout.max_async_steps > 0 and train.old_logprobs == "current":
-        reason = "takes ratios to be 1, but with rollout.max_async_steps samples come from older weights"
-        yield Fault("train.old_logprobs", "current", reason, "recompute or rollout")
+    if train.old_logprobs != "current":
+        return
+    older = {"max_async_steps": rollout.max_async_steps > 0, "partial_rollout": rollout.partial_rollout}
+    for name, is_given in older.items():
+        if is_given:
+            reason = f"takes ratios to be 1, but with rollout.{name} samples come from older weights"
+            yield Fault("train.old_logprobs", "current", reason, "recompute or rollout")
 
 
 def _who_sleeps_cannot_sample(rollout: RolloutConfig, servers: ServersConfig | None) -> Faults:

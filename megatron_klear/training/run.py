@@ -118,7 +118,10 @@ class Run:
         """Held-out accuracy of the current weights, on every rank; empty where the recipe has no evaluation."""
         if self.recipe.eval.prompt_data is None:
             return {}
-        self.push_weights()
+        # After a step they are there already.
+        is_behind = self.main is not None and self.main.engines.engine.weight_version != self.policy.version
+        if broadcast_number(is_behind, self.context):
+            self.push_weights()
         accuracy = self.on_main(lambda main: _evaluate(main, step))
         return {ACCURACY: broadcast_number(accuracy or 0.0, self.context)}
 

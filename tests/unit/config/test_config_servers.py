@@ -71,6 +71,17 @@ def test_recipes_with_servers_that_can_run(files: RecipeFiles, changes: dict[str
             "takes ratios to be 1",
         ),
         (
+            {
+                **SGLANG,
+                "rollout.over_sampling_batch_size": 6,
+                "rollout.partial_rollout": True,
+                "train.old_logprobs": "current",
+                "batch.global_batch_size": 16,
+            },
+            "train.old_logprobs",
+            "with rollout.partial_rollout samples come from older weights",
+        ),
+        (
             {**SGLANG, "servers.colocate": True, "rollout.max_async_steps": 1},
             "servers.colocate",
             "cannot sample ahead of it: rollout.max_async_steps is 1",
