@@ -58,12 +58,13 @@ class Mailbox:
         self._groups.extendleft(reversed(done))
 
     def complete(self, jobs: Sequence[Job]) -> list[JobDone]:
-        """Results of jobs, in their order. After an error, `WeightsWanted` among them, nothing of them is left."""
+        """Results of jobs, in their order. After an error, `WeightsWanted` among them, what still comes is nobody's."""
         self._awaited |= dict.fromkeys(job.job_id for job in jobs)
         self.worker.submit(jobs)
         try:
-            while any(self._awaited[job.job_id] is None for job in jobs):
-                self._wait("completions for an evaluation")
+            for job in jobs:
+                while self._awaited[job.job_id] is None:
+                    self._wait("completions for an evaluation")
         except RolloutError:
             self.worker.cancel([job.job_id for job in jobs])
             raise

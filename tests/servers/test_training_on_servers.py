@@ -17,21 +17,20 @@ import psutil
 import pytest
 import yaml
 
+from helpers.fake_servers import free_port
 from megatron_klear.data import arithmetic
 from megatron_klear.report.record import read_metrics
 from megatron_klear.report.samples import read_samples
 from megatron_klear.types import ServerAddress
-from servers.sglang.process import TOOLS as SGLANG_TOOLS
-from servers.sglang.process import environment as sglang_environment
-from servers.sglang.process import free_port, make_weights, serve
-from servers.vllm.process import environment as vllm_environment
+from servers.environments import environment, tools
+from servers.sglang.process import make_weights, serve
 
 ROOT = Path(__file__).resolve().parents[2]
 RUN_TIMEOUT_S = 900
 DIFFERENCE = "train/train_rollout_logprob_abs_diff"
 # As tools/servers/sglang_cpu/serve.sh starts it.
 SGLANG_ON_CPU: dict[str, Any] = {
-    "launch_env": [f"PYTHONPATH={SGLANG_TOOLS}", "SGLANG_USE_CPU_ENGINE=1", "HF_HUB_OFFLINE=1", "OMP_NUM_THREADS=2"],
+    "launch_env": [f"PYTHONPATH={tools('sglang')}", "SGLANG_USE_CPU_ENGINE=1", "HF_HUB_OFFLINE=1", "OMP_NUM_THREADS=2"],
     "launch_args": (
         "--device cpu --dtype float32 --attention-backend torch_native --sampling-backend pytorch"
         " --grammar-backend none --disable-overlap-schedule --disable-cuda-graph --max-total-tokens 8192"
@@ -160,7 +159,7 @@ def test_a_killed_sglang_is_started_again_and_gets_the_weights(line: Line) -> No
         "rollout.engine": "sglang",
         "servers.num_servers": 1,
         "servers.launch_port": port,
-        "servers.launch_python": str(sglang_environment() / "bin" / "python"),
+        "servers.launch_python": str(environment("sglang") / "bin" / "python"),
         "servers.transport": "disk",
         **{f"servers.{key}": value for key, value in SGLANG_ON_CPU.items()},
     }
@@ -195,7 +194,7 @@ def test_three_steps_on_a_vllm_that_the_run_starts(line: Line) -> None:
         "rollout.engine": "vllm",
         "servers.num_servers": 1,
         "servers.launch_port": free_port(),
-        "servers.launch_python": str(vllm_environment() / "bin" / "python"),
+        "servers.launch_python": str(environment("vllm") / "bin" / "python"),
         "servers.transport": "disk",
         **{f"servers.{key}": value for key, value in VLLM_ON_CPU.items()},
     }

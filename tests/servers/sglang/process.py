@@ -5,9 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-import socket
 import subprocess
-import sys
 import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -19,6 +17,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from helpers.fake_servers import free_port
 from helpers.tiny_qwen3 import hf_model, random_tensors
 from megatron_klear.config.model import Qwen3Shape, read_shape
 from megatron_klear.data.arithmetic import write_model_folder
@@ -27,26 +26,11 @@ from megatron_klear.rollout.labels import VersionLabels
 from megatron_klear.rollout.limits import ModelLimits
 from megatron_klear.rollout.sglang import SglangServer
 from megatron_klear.types import Completion, GenerationRequest, ServerAddress
+from servers.environments import environment, tools
 
-ROOT = Path(__file__).resolve().parents[3]
-TOOLS = ROOT / "tools" / "servers" / "sglang_cpu"
+TOOLS = tools("sglang")
 START_TIMEOUT_S = 480.0
 Result = TypeVar("Result")
-
-
-def environment() -> Path:
-    """The environment that serves; made (minutes) if it is not there. SERVER_ENVIRONMENTS names another place."""
-    folder = Path(os.environ.get("SERVER_ENVIRONMENTS") or ROOT / ".venv-servers").absolute() / "sglang"
-    command = [str(TOOLS / "setup.sh"), str(folder)]
-    subprocess.run(command, check=True, timeout=1800, env={**os.environ, "PYTHON": sys.executable})
-    return folder
-
-
-def free_port() -> int:
-    """A port that nobody listens on just now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 @dataclass(frozen=True)
@@ -119,7 +103,7 @@ class Bench:
 def serve(weights: Weights, log: Path) -> Iterator[tuple[subprocess.Popen[bytes], ServerAddress]]:
     """A server that has drawn its first token. Killed with all of its processes at the end, however that comes."""
     port = free_port()
-    command = [str(TOOLS / "serve.sh"), str(environment()), str(weights.folder), str(port)]
+    command = [str(TOOLS / "serve.sh"), str(environment("sglang")), str(weights.folder), str(port)]
     with log.open("wb") as output:
         process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, start_new_session=True)
     try:

@@ -13,10 +13,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import distributed_c10d as c10d
 
+from helpers.fake_servers import free_port
 from megatron_klear.errors import RequestRefused
 from megatron_klear.rollout.sglang import SglangServer
 from megatron_klear.types import Completion, GroupAddress, TensorSpec
-from servers.sglang.process import Bench, Weights, free_port
+from servers.sglang.process import Bench, Weights
 from servers.sglang.requests import batch, draw, prompt
 
 pytestmark = pytest.mark.servers

@@ -5,9 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-import socket
 import subprocess
-import sys
 import time
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
@@ -20,6 +18,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from helpers.fake_servers import free_port
 from helpers.tiny_qwen3 import hf_model, random_tensors
 from megatron_klear.config.model import read_shape
 from megatron_klear.data.arithmetic import write_model_folder
@@ -28,21 +27,13 @@ from megatron_klear.rollout.labels import VersionLabels
 from megatron_klear.rollout.limits import ModelLimits
 from megatron_klear.rollout.vllm import VllmServer
 from megatron_klear.types import Completion, GenerationRequest, ServerAddress
+from servers.environments import environment, tools
 
-ROOT = Path(__file__).resolve().parents[3]
-TOOLS = ROOT / "tools" / "servers" / "vllm_cpu"
+TOOLS = tools("vllm")
 START_TIMEOUT_S = 900.0
 ANSWER_TIMEOUT_S = 300.0
 Result = TypeVar("Result")
 Said = TypeVar("Said")
-
-
-def environment() -> Path:
-    """The environment that serves; made (minutes) if it is not there. SERVER_ENVIRONMENTS names another place."""
-    folder = Path(os.environ.get("SERVER_ENVIRONMENTS") or ROOT / ".venv-servers").absolute() / "vllm"
-    command = [str(TOOLS / "setup.sh"), str(folder)]
-    subprocess.run(command, check=True, timeout=1800, env={**os.environ, "PYTHON": sys.executable})
-    return folder
 
 
 @dataclass(frozen=True)
@@ -122,10 +113,8 @@ class RunningVllm:
 @contextmanager
 def running_vllm(model: Path, log: Path) -> Iterator[tuple[RunningVllm, str]]:
     """A server of `model`, and what its first generation said."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    command = [str(TOOLS / "serve.sh"), str(environment()), str(model), str(port)]
+    port = free_port()
+    command = [str(TOOLS / "serve.sh"), str(environment("vllm")), str(model), str(port)]
     with log.open("wb") as output:
         process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, start_new_session=True)
     try:
