@@ -8,7 +8,6 @@ import math
 import os
 import shutil
 from collections.abc import Iterable, Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from megatron_klear.checkpoint.flush import DiskFlusher
 from megatron_klear.checkpoint.inprocess import PIECE
 from megatron_klear.config.model import Qwen3Shape
 from megatron_klear.errors import CheckpointError
@@ -135,6 +135,27 @@ class _Place:
     num_bytes: int
 
 
+class _OpenFile:
+    """A new file of an export."""
+
+    def __init__(self, path: Path) -> None:
+        self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
+        self.flusher = DiskFlusher(self._descriptor)
+
+    def write_at(self, data: bytes | Any, position: int) -> None:
+        """All of it. Raises `OSError`."""
+        rest = memoryview(data)
+        while rest:
+            count = os.pwrite(self._descriptor, rest[:PIECE], position)
+            rest, position = rest[count:], position + count
+            self.flusher.wrote(count)
+
+    def close(self) -> None:
+        """Also when something failed."""
+        self.flusher.close()
+        os.close(self._descriptor)
+
+
 class _Shards:
     """The files of an export. Shapes say where each tensor belongs, so that it is written as it comes."""
 
@@ -150,9 +171,7 @@ class _Shards:
             header, starts = _header({name: (shapes[name], sizes[name]) for name in names}, _DTYPE_NAMES[dtype])
             self._headers[file] = header
             self.places |= {name: _Place(file, start, sizes[name]) for name, start in starts.items()}
-        self._open: dict[str, int] = {}
-        self._disk = ThreadPoolExecutor(1, thread_name_prefix="fsync")
-        self._waits: list[Future[None]] = []
+        self._open: dict[str, _OpenFile] = {}
 
     @property
     def files(self) -> list[str]:
@@ -163,28 +182,21 @@ class _Shards:
         """Put a tensor of the export's dtype, on the CPU, where it belongs. Raises `OSError`."""
         place = self.places[name]
         if place.file not in self._open:
-            # The last file is most likely full: its way to the disk need not wait for the end.
-            self._waits += [self._disk.submit(os.fsync, earlier) for earlier in list(self._open.values())[-1:]]
-            descriptor = os.open(self.folder / place.file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
-            self._open[place.file] = descriptor
-            _write_at(descriptor, self._headers[place.file], 0)
+            self._open[place.file] = _OpenFile(self.folder / place.file)
+            self._open[place.file].write_at(self._headers[place.file], 0)
         data = tensor.contiguous().flatten().view(torch.uint8)
         assert data.numel() == place.num_bytes
-        _write_at(self._open[place.file], data.numpy(), place.start)
+        self._open[place.file].write_at(data.numpy(), place.start)
 
     def sync(self) -> None:
         """Wait until all is on disk. Raises `OSError`."""
-        # A failure is told but once, to whom waits first.
-        for wait in self._waits:
-            wait.result()
-        for descriptor in self._open.values():
-            os.fsync(descriptor)
+        for file in self._open.values():
+            file.flusher.finish()
 
     def close(self) -> None:
         """After it nothing is written."""
-        self._disk.shutdown()
         while self._open:
-            os.close(self._open.popitem()[1])
+            self._open.popitem()[1].close()
 
 
 def _fill(sizes: Mapping[str, int], max_bytes: int) -> list[list[str]]:
@@ -213,13 +225,6 @@ def _header(tensors: Mapping[str, tuple[tuple[int, ...], int]], dtype: str) -> t
     text += b" " * (-(len(text) + 8) % 64)
     header = len(text).to_bytes(8, "little") + text
     return header, {name: len(header) + start for name, start in starts.items()}
-
-
-def _write_at(descriptor: int, data: bytes | Any, position: int) -> None:
-    rest = memoryview(data)
-    while rest:
-        count = os.pwrite(descriptor, rest[:PIECE], position)
-        rest, position = rest[count:], position + count
 
 
 class HfWriter:

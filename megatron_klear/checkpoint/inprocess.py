@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import io
-import os
 import pickle
 import queue
 from collections.abc import Iterator, Sequence
@@ -21,7 +20,9 @@ from typing import Any
 
 import megatron.core.dist_checkpointing.strategies.filesystem_async as filesystem_async
 from megatron.core.dist_checkpointing.core import CheckpointingException
+from torch.serialization import get_crc32_options, set_crc32_options
 
+from megatron_klear.checkpoint.flush import DiskFlusher
 from megatron_klear.checkpoint.manifest import FileEntry
 from megatron_klear.errors import KlearError
 from megatron_klear.parallel.checkpoint_files import write_item
@@ -50,6 +51,7 @@ class HashedFile(io.RawIOBase):
         super().__init__()
         self._file = open(path, "wb", buffering=0)  # noqa: SIM115  closed by `close`
         self._digest = hashlib.sha256()
+        self._flusher = DiskFlusher(self._file.fileno())
         self._size = 0
         self.failure: OSError | None = None
         """Of a write. torch goes on to finish its archive, and what that raises says nothing of the disk."""
@@ -67,6 +69,7 @@ class HashedFile(io.RawIOBase):
                 count = self._file.write(rest[:PIECE])
                 self._digest.update(rest[:count])
                 rest = rest[count:]
+                self._flusher.wrote(count)
         except OSError as error:
             self.failure = error
             raise
@@ -79,11 +82,12 @@ class HashedFile(io.RawIOBase):
 
     def entry(self) -> FileEntry:
         """Size and checksum, once all is on disk. Raises `OSError`."""
-        os.fsync(self._file.fileno())
+        self._flusher.finish()
         return FileEntry(bytes=self._size, sha256=self._digest.hexdigest())
 
     def close(self) -> None:
         """Also when something failed."""
+        self._flusher.close()
         self._file.close()
         super().close()
 
@@ -118,8 +122,14 @@ def write_files(transforms: Sequence[Any], buckets: Sequence[Any]) -> Written:
             assert isinstance(error, Exception), "no collective is called here"
             return stream.failure or error
 
-    with ThreadPoolExecutor(max(1, len(buckets)), thread_name_prefix="write") as pool:
+    # Files that are hashed as a whole need no CRC of each record: a fifth of the work. torch reads such files as ever;
+    # `unzip` would complain of them. Newer releases keep the option for each thread.
+    before = get_crc32_options()
+    with ThreadPoolExecutor(
+        max(1, len(buckets)), thread_name_prefix="write", initializer=set_crc32_options, initargs=(False,)
+    ) as pool:
         found = list(pool.map(write, buckets))
+    set_crc32_options(before)
     entries: dict[Path, FileEntry] = {}
     outcome: dict[int, list[Any]] = {}
     for i, (bucket, result) in enumerate(zip(buckets, found, strict=True)):

@@ -135,8 +135,8 @@ def find_damage(
     def look(name: str) -> str | None:
         return _fault(folder / name, name, manifest.files[name], by_size=by_size)
 
-    # Large files at once: a checksum is the work of one core.
-    with ThreadPoolExecutor(min(8, os.cpu_count() or 1), thread_name_prefix="checksum") as pool:
+    # Large files at once: a checksum is the work of one core. One core is left to who reads or writes meanwhile.
+    with ThreadPoolExecutor(min(8, max(1, (os.cpu_count() or 1) - 1)), thread_name_prefix="checksum") as pool:
         faults = list(pool.map(look, sorted(manifest.files if names is None else names)))
     return [fault for fault in faults if fault is not None]
 

@@ -137,6 +137,19 @@ def _verify(stage: ModelStage, args: argparse.Namespace, context: ParallelContex
     )
 
 
+@contextlib.contextmanager
+def _one_thread() -> Iterator[None]:
+    """torch's other threads have nothing to do where memory is the limit, and would wait for work at full speed:
+    processors that checksums and the system's writing need.
+    """
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
 _ACTIONS = {"import": _import, "export": _export, "verify": _verify}
 
 
@@ -178,7 +191,8 @@ def main(argv: Sequence[str]) -> int:
         on_cpu = streams or context.device.kind == "cpu"
         with megatron_scope(context.device), torch.device("meta") if streams else contextlib.nullcontext():
             stage = build_stage(shape, parallel, context.topology, dtype=DTYPES[args.params_dtype], on_cpu=on_cpu)
-        message = _ACTIONS[args.action](stage, args, context)
+        with _one_thread() if streams else contextlib.nullcontext():
+            message = _ACTIONS[args.action](stage, args, context)
         if context.is_main:
             print(message)
         return 1 if message.startswith("DIFFERENT") else 0
