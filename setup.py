@@ -79,6 +79,8 @@ setup(
         *(f"{KERNELS}.{name}" for name in find_packages(f"kernels/{KERNELS}")),
     ],
     package_dir={KERNELS: f"kernels/{KERNELS}"},
+    # Compiled where they run.
+    package_data={f"{KERNELS}.native": ["*.c"]},
     install_requires=DEPENDENCIES,
     extras_require=EXTRAS,
     entry_points={"console_scripts": ["megatron-klear = megatron_klear.cli:main"]},

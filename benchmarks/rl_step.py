@@ -86,7 +86,7 @@ def recipe(folder: Path, old_logprobs: str, steps: int) -> RlRecipe:
         },
         "train": {"old_logprobs": old_logprobs},
         "loss": {"type": "grpo", "eps_clip": 0.2},
-        "batch": {"global_batch_size": PROMPTS * GROUP, "max_tokens_per_gpu": 4096},
+        "batch": {"global_batch_size": PROMPTS * GROUP, "max_tokens_per_gpu": 8192},
         "optimizer": {"lr": LR, "weight_decay": 0.0, "clip_grad": 1.0},
         "reward": {"type": "rl_step:own_reward", "format": "none"},
         # TRL trains on groups without spread, too.

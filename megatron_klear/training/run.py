@@ -52,6 +52,7 @@ from megatron_klear.training.probe import TrainerProbe
 from megatron_klear.training.saving import RunCheckpoints
 from megatron_klear.training.stopping import StopSignals
 from megatron_klear.types import Probe, TrainBatch
+from megatron_klear_kernels.implementations import small_kernels
 from megatron_klear_kernels.linear_policy_loss.paths import choose_path
 
 ACCURACY = "eval/accuracy"
@@ -203,7 +204,9 @@ def open_run(
         with main_first():
             if context.is_main:
                 main = _open_main_side(recipe, shape, checkpoints, stack)
-                tqdm.write(str(attention_kernel(DTYPES[recipe.model.params_dtype])))
+                dtype = DTYPES[recipe.model.params_dtype]
+                tqdm.write(str(attention_kernel(dtype)))
+                tqdm.write(str(small_kernels(context.device.kind == "cuda", dtype)))
                 tqdm.write(str(choose_path(head.path, context.device.torch_device)))
         guard = NonFiniteGuard(recipe.health, Path(recipe.run.output_dir) / "nonfinite")
         checkpoints.add_state("guard", guard)

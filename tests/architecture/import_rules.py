@@ -63,6 +63,7 @@ RESTRICTIONS = (
             "megatron_klear.cli",
             "megatron_klear.rewards",
             "megatron_klear.losses.registry",
+            "megatron_klear_kernels.implementations",
             "megatron_klear_kernels.triton_support",
         ),
         "modules are loaded by name only for the command table, a recipe's own reward or loss, and optional kernels",

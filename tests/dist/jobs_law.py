@@ -49,7 +49,7 @@ STILL = OptimizerConfig(lr=0.0, clip_grad=0.0)
 MOVING = OptimizerConfig(lr=1e-2, adam_eps=1e-2, weight_decay=0.1, clip_grad=0.5)
 NUM_UPDATES = 2
 CRITIC = "critic"
-DENSE = attention_module.MAX_DENSE_LENGTH, attention_module.BLOCK_ROWS
+DENSE = attention_module.MAX_DENSE_LENGTH, attention_module.MAX_NATIVE_LENGTH, attention_module.BLOCK_ROWS
 VOCAB_SIZE = 61
 FamilyConfig = (
     PpoLossConfig
@@ -129,8 +129,13 @@ class Variant:
 
     @property
     def shape(self) -> Qwen3Shape:
-        """Eight layers and eight heads, so that each parallel dimension can be 8."""
-        sizes = {"num_hidden_layers": 8, "num_attention_heads": 8, "num_key_value_heads": self.kv_heads, "head_dim": 8}
+        """Eight layers and eight heads, so that each parallel dimension can be 8; heads for products, and for C."""
+        sizes = {
+            "num_hidden_layers": 8,
+            "num_attention_heads": 8,
+            "num_key_value_heads": self.kv_heads,
+            "head_dim": 8 if self.tied else 16,
+        }
         return tiny_shape(self.tied, VOCAB_SIZE).model_copy(update=sizes)
 
 
@@ -179,7 +184,8 @@ def measure(rank: int, world_size: int, layout: Layout, variants: list[Variant])
         measured = []
         for variant in variants:
             # Blocks smaller than the sequences, so that there are several.
-            attention_module.MAX_DENSE_LENGTH, attention_module.BLOCK_ROWS = (8, 4) if variant.long else DENSE
+            limits = (8, 8, 4) if variant.long else DENSE
+            attention_module.MAX_DENSE_LENGTH, attention_module.MAX_NATIVE_LENGTH, attention_module.BLOCK_ROWS = limits
             measured.append(
                 _measure_critic(here, variant) if variant.case == CRITIC else _measure(here, variant, trainables)
             )

@@ -47,7 +47,7 @@ def recomputed(
 
     Attention takes a micro-batch with a longer sequence than `max_dense_length` one by one.
     """
-    attention.MAX_DENSE_LENGTH = max_dense_length
+    attention.MAX_DENSE_LENGTH = attention.MAX_NATIVE_LENGTH = max_dense_length
     shape = tiny_moe_shape() if moe else tiny(True).model_copy(update={"num_hidden_layers": 8})
     found = []
     with world(layout) as here:

@@ -1,4 +1,4 @@
-"""RMSNorm, SwiGLU and rotary positions on CUDA, both implementations."""
+"""RMSNorm, SwiGLU and rotary positions on CUDA, torch's and Triton's implementations."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from helpers.small_kernels import (
     check_swiglu,
     rows_of_many_sizes,
 )
+from megatron_klear_kernels.implementations import Implementation, small_kernels
 from megatron_klear_kernels.rms_norm.autograd import rms_norm
 from megatron_klear_kernels.rope.autograd import rotate
 from megatron_klear_kernels.swiglu.autograd import swiglu
-from megatron_klear_kernels.triton_support import Implementation, small_kernels
 
 pytestmark = pytest.mark.gpu
 

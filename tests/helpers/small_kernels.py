@@ -1,7 +1,7 @@
 """RMSNorm, SwiGLU and rotary positions in closed form (float64), and what a test of any implementation checks.
 
-An implementation is named as in triton_support.py; the device says where it runs: unit tests run both on a CPU, Triton
-in its interpreter, GPU tests run both on CUDA.
+An implementation is named as in implementations.py; the device says where it runs: unit tests run all on a CPU, Triton
+in its interpreter, GPU tests run torch's and Triton's on CUDA.
 """
 
 from __future__ import annotations
@@ -13,20 +13,31 @@ import pytest
 import torch
 from torch import Tensor
 
+from megatron_klear_kernels.implementations import Implementation
+from megatron_klear_kernels.native.library import why_missing
 from megatron_klear_kernels.rms_norm.autograd import rms_norm
 from megatron_klear_kernels.rope.autograd import rotate
 from megatron_klear_kernels.swiglu.autograd import swiglu
-from megatron_klear_kernels.triton_support import Implementation, interpreted, why_unavailable
+from megatron_klear_kernels.triton_support import interpreted, why_unavailable
 
 EPS = 1e-5
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
-_no_triton = why_unavailable(torch.device("cpu"))
-ON_CPU = (
-    "eager",
-    pytest.param("triton", marks=pytest.mark.skipif(_no_triton is not None, reason=str(_no_triton))),
+_TRITON = pytest.mark.skipif(
+    why_unavailable(torch.device("cpu")) is not None, reason="Triton's interpreter is not in use"
 )
+_NATIVE = pytest.mark.skipif(why_missing() is not None, reason=f"no C kernels: {why_missing()}")
+ON_CPU = ("eager", pytest.param("triton", marks=_TRITON), pytest.param("native", marks=_NATIVE))
 """Implementations for pytest's parametrize, where tensors are on a CPU."""
+
+
+def cases(*dtypes: torch.dtype) -> list[object]:
+    """The same with each of these dtypes that they know."""
+    return [
+        *(("eager", dtype) for dtype in dtypes),
+        *(pytest.param("triton", dtype, marks=_TRITON) for dtype in dtypes),
+        pytest.param("native", torch.float32, marks=_NATIVE),
+    ]
 
 
 @dataclass(frozen=True)

@@ -17,10 +17,11 @@ from typing import Any, Literal, Protocol
 import torch
 from torch import Tensor
 
+from megatron_klear_kernels.implementations import load_kernels
 from megatron_klear_kernels.linear_policy_loss import eager_rows
 from megatron_klear_kernels.linear_policy_loss.products import logits_product
 from megatron_klear_kernels.linear_policy_loss.vocabulary import Distribution, Vocabulary
-from megatron_klear_kernels.triton_support import load_kernels, why_unavailable
+from megatron_klear_kernels.triton_support import why_unavailable
 
 PathName = Literal["auto", "eager", "triton", "triton_scaled_exp"]
 

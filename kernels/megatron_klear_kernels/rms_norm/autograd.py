@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_klear_kernels.triton_support import Implementation, implementation_for, load_kernels
+from megatron_klear_kernels.implementations import Implementation, implementation_for, load_kernels
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,8 +57,8 @@ def _eager_backward(grad: Tensor, normed: Tensor, weight: Tensor, inverse: Tenso
 def _maths(implementation: Implementation) -> _Maths:
     if implementation == "eager":
         return _Maths(_eager_forward, _eager_backward)
-    triton_kernels = load_kernels("rms_norm.triton_kernels")
-    return _Maths(triton_kernels.forward, triton_kernels.backward)
+    kernels = load_kernels(f"rms_norm.{implementation}_kernels")
+    return _Maths(kernels.forward, kernels.backward)
 
 
 class _RmsNorm(torch.autograd.Function):
@@ -77,7 +77,7 @@ class _RmsNorm(torch.autograd.Function):
 def rms_norm(x: Tensor, weight: Tensor, eps: float, *, implementation: Implementation | None = None) -> Tensor:
     """Norm of the last dimension: x [..., H], weight [H] -> [..., H]. Saves normed [..., H] first of all.
 
-    Without `implementation` triton_support.py chooses; ValueError if the one asked for cannot run here.
+    Without `implementation` implementations.py chooses; ValueError if the one asked for cannot run here.
     """
     maths = _maths(implementation_for(x, implementation))
     if not torch.is_grad_enabled():

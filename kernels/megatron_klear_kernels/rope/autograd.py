@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_klear_kernels.triton_support import Implementation, implementation_for, load_kernels
+from megatron_klear_kernels.implementations import Implementation, implementation_for, load_kernels
 
 _Rotation = Callable[[Tensor, Tensor, Tensor, Tensor, bool], tuple[Tensor, Tensor]]
 """query, key, cos, sin, by the opposite angle -> rotated query and key."""
@@ -42,7 +42,7 @@ def _rotated(x: Tensor, both_cos: Tensor, sin: Tensor, sign: int) -> Tensor:
 
 
 def _rotation(implementation: Implementation) -> _Rotation:
-    return _eager if implementation == "eager" else load_kernels("rope.triton_kernels").rotate
+    return _eager if implementation == "eager" else load_kernels(f"rope.{implementation}_kernels").rotate
 
 
 class _Rotary(torch.autograd.Function):
@@ -65,7 +65,7 @@ def rotate(
 ) -> tuple[Tensor, Tensor]:
     """Rotate the two halves of the last dimension of q [T, H, D] and k [T, G, D], by the angles of a table [T, 1, D/2].
 
-    (Hugging Face's layout of rotary pairs.) The table gets no gradient. Without `implementation` triton_support.py
+    (Hugging Face's layout of rotary pairs.) The table gets no gradient. Without `implementation` implementations.py
     chooses; ValueError if the one asked for cannot run here.
     """
     return _Rotary.apply(query, key, cos, sin, _rotation(implementation_for(query, implementation)))

@@ -21,7 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron_klear_kernels.triton_support import Implementation, implementation_for, load_kernels
+from megatron_klear_kernels.implementations import Implementation, implementation_for, load_kernels
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,8 +49,8 @@ def _eager_backward(grad: Tensor, x: Tensor) -> Tensor:
 def _maths(implementation: Implementation) -> _Maths:
     if implementation == "eager":
         return _Maths(_eager_forward, _eager_backward)
-    triton_kernels = load_kernels("swiglu.triton_kernels")
-    return _Maths(triton_kernels.forward, triton_kernels.backward)
+    kernels = load_kernels(f"swiglu.{implementation}_kernels")
+    return _Maths(kernels.forward, kernels.backward)
 
 
 class _SwiGlu(torch.autograd.Function):
@@ -69,6 +69,6 @@ class _SwiGlu(torch.autograd.Function):
 def swiglu(x: Tensor, *, implementation: Implementation | None = None) -> Tensor:
     """Gate and up side by side [..., 2 F] -> [..., F].
 
-    Without `implementation` triton_support.py chooses; ValueError if the one asked for cannot run here.
+    Without `implementation` implementations.py chooses; ValueError if the one asked for cannot run here.
     """
     return _SwiGlu.apply(x, _maths(implementation_for(x, implementation)))

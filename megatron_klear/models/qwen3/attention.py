@@ -3,16 +3,18 @@
 Megatron hands over q, k and v after the q/k norms; no rotary embedding was applied (position_embedding_type "none"):
 it is applied here, from positions that are worked out once a micro-batch instead of once a layer and a sequence.
 
-backend.py chooses a CUDA kernel where there is one. Otherwise short sequences go through the products of
-dense_attention.py: on a CPU many times faster than a loop over sequences, and than the fused CPU kernel. Long ones go
-one by one through scaled_dot_product_attention, whose memory is linear in their length.
+backend.py chooses a CUDA kernel where there is one. Otherwise short sequences go all at once, through a kernel in C
+where that can run, else through the products of dense_attention.py: on a CPU both are many times faster than a loop
+over sequences. Long ones go one by one through scaled_dot_product_attention, whose memory is linear in their length.
 
 Under context parallelism each rank has its own queries, and gathers keys and values of all ranks.
 """
 
 from __future__ import annotations
 
+import functools
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -34,16 +36,29 @@ from megatron_klear.models.qwen3.backend import (
     varlen_attention,
     varlen_plan,
 )
-from megatron_klear.models.qwen3.dense_attention import DensePlan, Share, dense_attention, dense_plan
+from megatron_klear.models.qwen3.dense_attention import Share, dense_attention, dense_plan
 from megatron_klear.models.qwen3.rope import rope_table
 from megatron_klear.parallel.context import GatherRows, gather_order
 from megatron_klear.types import MicroBatch, Topology
+from megatron_klear_kernels.attention.short import Sequences, short_attention
+from megatron_klear_kernels.native.library import can_attend
 from megatron_klear_kernels.rope.autograd import rotate
 
 # Above this length the dense path gains less than a fifth, and its probabilities are a multiple of all else it keeps.
 MAX_DENSE_LENGTH = 256
+# Above this length, and heads of 128 numbers, the C kernel gains nothing: its keys leave the cache.
+MAX_NATIVE_LENGTH = 1024
 # Rows whose scores are held at a time where a long sequence is shared by several ranks.
 BLOCK_ROWS = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class ShortSequences:
+    """How the short sequences of a micro-batch are computed together, and which ones are too long for that."""
+
+    attend: Callable[[Tensor, Tensor, Tensor, float], Tensor] | None
+    """q [t, H, D], k and v [T, G, D], scale -> [t, H, D], zero in the others; None if there are no short ones."""
+    left_out: tuple[int, ...]
 
 
 @dataclass
@@ -59,16 +74,31 @@ class PackedSequences(PackedSeqParams):
     key_order: Tensor | None = field(kw_only=True)  # [T] int64, place of each key among those gathered; None without CP
     varlen: VarlenPlan = field(kw_only=True)
     share: Share = field(kw_only=True, default=Share())
-    dense: DensePlan | None = field(init=False, default=None)
+    short: ShortSequences | None = field(init=False, default=None)
 
-    def dense_plan(self, query: Tensor, key: Tensor) -> DensePlan:
+    def short_sequences(self, query: Tensor, key: Tensor) -> ShortSequences:
         """For q [t, H, D] and k [T, G, D]; made when asked for, as kernels need none and it waits for `starts`."""
-        if self.dense is None:
-            heads, groups = query.size(1), key.size(1)
-            self.dense = dense_plan(
-                self.starts, self.share, heads=heads, groups=groups, longest=MAX_DENSE_LENGTH, dtype=query.dtype
-            )
-        return self.dense
+        if self.short is None:
+            native = self.share.size == 1 and can_attend(query, query.size(2))
+            self.short = _in_c(self.starts) if native else _by_products(self.starts, self.share, query, key)
+        return self.short
+
+
+def _in_c(starts: Tensor) -> ShortSequences:
+    begins, lengths = starts[:-1].long(), starts.diff().long()
+    is_short = lengths <= MAX_NATIVE_LENGTH
+    left_out = tuple((~is_short).nonzero()[:, 0].tolist())
+    sequences = Sequences(begins[is_short], lengths[is_short], cover_all=not left_out)
+    attend = functools.partial(short_attention, sequences=sequences)
+    return ShortSequences(attend if sequences.begins.numel() else None, left_out)
+
+
+def _by_products(starts: Tensor, share: Share, query: Tensor, key: Tensor) -> ShortSequences:
+    plan = dense_plan(
+        starts, share, heads=query.size(1), groups=key.size(1), longest=MAX_DENSE_LENGTH, dtype=query.dtype
+    )
+    attend = functools.partial(dense_attention, plan=plan)
+    return ShortSequences(attend if plan.blocks else None, plan.left_out)
 
 
 def packed_sequences(
@@ -97,17 +127,17 @@ def packed_sequences(
 
 
 def torch_attention(query: Tensor, key: Tensor, value: Tensor, p: PackedSequences, scale: float) -> Tensor:
-    """Short sequences in dense blocks, long ones one at a time: q [t, H, D], k and v [T, G, D] -> [t, H, D]."""
-    plan, lengths = p.dense_plan(query, key), p.starts.diff().tolist()
-    if not plan.left_out:
-        return dense_attention(query, key, value, plan, scale)
+    """Short sequences together, long ones one at a time: q [t, H, D], k and v [T, G, D] -> [t, H, D]."""
+    short, lengths = p.short_sequences(query, key), p.starts.diff().tolist()
+    if short.attend is not None and not short.left_out:
+        return short.attend(query, key, value, scale)
     own = [length // p.share.size for length in lengths]
     # One split, not slices: the backward of a slice is as large as the whole, so S of them would cost S x T.
     parts = list(zip(query.split(own), key.split(lengths), value.split(lengths), strict=True))
     outputs = dict[int, Tensor]()
-    if plan.blocks:
-        outputs |= enumerate(dense_attention(query, key, value, plan, scale).split(own))
-    for i in plan.left_out:
+    if short.attend is not None:
+        outputs |= enumerate(short.attend(query, key, value, scale).split(own))
+    for i in short.left_out:
         q, k, v = (x.transpose(0, 1)[None] for x in parts[i])
         outputs[i] = _long_attention(q, k, v, p.share, scale)[0].transpose(0, 1)
     return torch.cat([outputs[i] for i in range(len(own))])

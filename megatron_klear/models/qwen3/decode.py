@@ -14,10 +14,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron_klear.config.model import Qwen3Shape
-from megatron_klear.models.qwen3.decode_weights import Layer, rms_norm, take_weights
+from megatron_klear.models.qwen3.decode_weights import Layer, take_weights, unweighted_rms_norm
 from megatron_klear.models.qwen3.kv_cache import KvCache
 from megatron_klear.models.qwen3.rope import rope_table
+from megatron_klear_kernels.attention.decode import decode_attention
 from megatron_klear_kernels.linear.autograd import product
+from megatron_klear_kernels.native.library import can_attend
+from megatron_klear_kernels.rms_norm.autograd import rms_norm
 
 # Positions of prompts that go through the model at a time, and those of one prompt: they bound activations and masks.
 PREFILL_POSITIONS = 8192
@@ -43,6 +46,7 @@ class Qwen3Decoder:
         self.dtype, self.device = embedding.dtype, embedding.device
         self.cache = KvCache(shape, self.dtype, self.device)
         self._turns = self._rotary_table(0)
+        self._in_c = can_attend(embedding, shape.head_dim)
 
     def _rotary_table(self, length: int) -> Tensor:
         """cos + i sin [length, 1, 1, D/2] complex, of the values that the model's dtype has.
@@ -120,31 +124,42 @@ class Qwen3Decoder:
     @torch.inference_mode()
     def step(self, token_ids: Tensor) -> Tensor:
         """Append one token [R] to each row; next-token logits [R, V] float32."""
-        cache, groups, dim = self.cache, self.shape.num_key_value_heads, self.shape.head_dim
-        cache.advance()
-        rows, column = cache.num_rows, cache.end - 1
-        live = slice(cache.begin, cache.end)
-        bias = None if cache.bias is None else cache.bias[..., live]
-        turns = self._turns[cache.positions - 1]
+        self.cache.advance()
+        turns = self._turns[self.cache.positions - 1]
         x = F.embedding(token_ids, self.weights.embedding)
+        attend = self._attend_in_c if self._in_c else self._attend_by_products
         for i, layer in enumerate(self.weights.layers):
-            new = self._project(layer, x, turns)
-            keys, values = cache.keys[i][:rows], cache.values[i][:rows]
-            keys[..., column], values[:, :, column] = new.k, new.v
-            # One group's queries are the rows of one of the products of a batch.
-            scores = torch.bmm(new.q.view(rows * groups, -1, dim), keys[..., live].flatten(0, 1))
-            if bias is not None:
-                scores += bias
-            attended = torch.bmm(scores.softmax(-1), values[:, :, live].flatten(0, 1))
-            self._finish(layer, x, attended.view(rows, -1))
+            self._finish(layer, x, attend(i, layer, x, turns))
         return self._logits(x)
+
+    def _attend_in_c(self, index: int, layer: Layer, x: Tensor, turns: Tensor) -> Tensor:
+        """The new column of x [R, hidden] into layer `index` of the cache; [R, H D]."""
+        cache, qkv = self.cache, product(self._norm(x, layer.input_norm), layer.qkv)
+        keys, values = cache.keys[index], cache.values[index]
+        by_pairs = torch.view_as_real(turns)
+        eps = self.shape.rms_norm_eps
+        return decode_attention(qkv, layer.qk_norm, by_pairs, keys, values, cache.starts, cache.end, eps)
+
+    def _attend_by_products(self, index: int, layer: Layer, x: Tensor, turns: Tensor) -> Tensor:
+        """The same where the C kernel cannot run."""
+        cache, groups, dim = self.cache, self.shape.num_key_value_heads, self.shape.head_dim
+        rows, column, live = cache.num_rows, cache.end - 1, slice(cache.begin, cache.end)
+        new = self._project(layer, x, turns)
+        keys, values = cache.keys[index][:rows], cache.values[index][:rows]
+        keys[..., column], values[:, :, column] = new.k, new.v
+        # One group's queries are the rows of one of the products of a batch.
+        scores = torch.bmm(new.q.view(rows * groups, -1, dim), keys[..., live].flatten(0, 1))
+        if cache.bias is not None:
+            scores += cache.bias[..., live]
+        attended = torch.bmm(scores.softmax(-1), values[:, :, live].flatten(0, 1))
+        return attended.view(rows, -1)
 
     def _project(self, layer: Layer, x: Tensor, turns: Tensor) -> _Projected:
         """Normed and turned q and k, and v, of x [N, hidden]; turns [N, 1, 1, D/2]."""
         groups, dim = self.shape.num_key_value_heads, self.shape.head_dim
         qkv = product(self._norm(x, layer.input_norm), layer.qkv).view(x.size(0), -1, dim)
         qk, v = qkv[:, :-groups].unflatten(1, (groups, -1)), qkv[:, -groups:]
-        normed = rms_norm(qk, self.shape.rms_norm_eps).mul_(layer.qk_norm)
+        normed = unweighted_rms_norm(qk, self.shape.rms_norm_eps).mul_(layer.qk_norm)
         turned = torch.view_as_complex(normed.float().unflatten(-1, (-1, 2))) * turns
         qk = torch.view_as_real(turned).flatten(-2).to(x.dtype)
         return _Projected(qk[:, :, :-1], qk[:, :, -1], v)
@@ -155,7 +170,7 @@ class Qwen3Decoder:
         x += layer.mlp(self._norm(x, layer.post_norm))
 
     def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
-        return rms_norm(x, self.shape.rms_norm_eps).mul_(weight)
+        return rms_norm(x, weight, self.shape.rms_norm_eps)
 
     def _logits(self, x: Tensor) -> Tensor:
         return product(self._norm(x, self.weights.final_norm).float(), self.weights.head)

@@ -20,9 +20,10 @@ from torch import Tensor
 from megatron_klear.config.model import Qwen3Shape
 from megatron_klear.errors import WeightSyncError
 from megatron_klear_kernels.linear.autograd import product
+from megatron_klear_kernels.swiglu.autograd import swiglu
 
 
-def rms_norm(x: Tensor, eps: float) -> Tensor:
+def unweighted_rms_norm(x: Tensor, eps: float) -> Tensor:
     """x [..., D] over the root of its mean square: float32 inside, one rounding, as transformers computes it."""
     if x.dtype == torch.float32:
         return F.rms_norm(x, (x.size(-1),), eps=eps)
@@ -39,8 +40,7 @@ class Mlp:
 
     def __call__(self, x: Tensor, scale: Tensor | None = None) -> Tensor:
         """[N, hidden]; `scale` [N, 1] weighs the activations, as Megatron does it."""
-        gate, up = product(x, self.gate_up).chunk(2, dim=-1)
-        inner = F.silu(gate).mul_(up)
+        inner = swiglu(product(x, self.gate_up))
         return product(inner if scale is None else (inner * scale).to(x.dtype), self.down)
 
 

@@ -179,6 +179,6 @@ def _batches(block: _Block, groups: int) -> tuple[Callable[[Tensor], Tensor], Ca
     return of(block.queries), of(block.keys)
 
 
-def dense_attention(query: Tensor, key: Tensor, value: Tensor, plan: DensePlan, scale: float) -> Tensor:
+def dense_attention(query: Tensor, key: Tensor, value: Tensor, scale: float, plan: DensePlan) -> Tensor:
     """q [t, H, D], k and v [T, G, D] of a packed micro-batch -> [t, H, D], zero in sequences that the plan left out."""
     return _DenseAttention.apply(query, key, value, plan, scale)

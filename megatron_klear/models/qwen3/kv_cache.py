@@ -16,8 +16,9 @@ import torch
 from torch import Tensor
 
 from megatron_klear.config.model import Qwen3Shape
+from megatron_klear_kernels.native.library import LANES
 
-# Free columns after the memory was made anew.
+# Free columns after the memory was made anew, at least.
 BLOCK = 32
 # Added to scores of columns before a row's start. Finite, so that nothing becomes a NaN; far below any score.
 HIDDEN = -1e30
@@ -98,7 +99,7 @@ class KvCache:
         num, old = self.num_rows, slice(self.begin, self.end)
         new = slice(end - (self.end - self.begin), end)
         for i, (old_keys, old_values) in enumerate(zip(self.keys, self.values, strict=True)):
-            keys, values = self._memory(rows, end + BLOCK)
+            keys, values = self._memory(rows, -(-(end + BLOCK) // LANES) * LANES)
             keys[:num, ..., new], values[:num, :, new] = old_keys[:num, ..., old], old_values[:num, :, old]
             self.keys[i], self.values[i] = keys, values
         self.starts, self.end = self.starts + (end - self.end), end

@@ -1,4 +1,4 @@
-"""RMSNorm, both implementations with one set of tests."""
+"""RMSNorm, all implementations with one set of tests."""
 
 from __future__ import annotations
 
@@ -11,16 +11,19 @@ from helpers.small_kernels import (
     EPS,
     ON_CPU,
     Where,
+    cases,
     check_rms_norm,
     exact_rms_norm,
     rows_of_many_sizes,
 )
+from megatron_klear_kernels.implementations import Implementation
 from megatron_klear_kernels.rms_norm.autograd import rms_norm
-from megatron_klear_kernels.triton_support import Implementation, interpreted
+from megatron_klear_kernels.triton_support import interpreted
 
 # Megatron norms [T, 1, hidden], and [T, 1, heads, head_dim] for queries and keys.
 SHAPES = [(1, 1, 1), (7, 1, 32), (5, 1, 4, 12), (37, 3, 128), (3, 1, 1000), (2, 1001), (2, 16384)]
-both = pytest.mark.parametrize("implementation", ON_CPU)
+each = pytest.mark.parametrize("implementation", ON_CPU)
+each_case = pytest.mark.parametrize(("implementation", "dtype"), cases(*DTYPES), ids=str)
 
 
 def test_the_closed_form_is_the_derivative() -> None:
@@ -42,15 +45,14 @@ def test_the_closed_form_is_the_derivative() -> None:
         assert slope == pytest.approx(float(grad_weight[index]), abs=1e-8)
 
 
-@both
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@each_case
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_values_and_gradients(shape: tuple[int, ...], dtype: torch.dtype, implementation: Implementation) -> None:
     where = Where(implementation, dtype)
     check_rms_norm(rows_of_many_sizes(shape, where), where.random(shape[-1:], 2), where.random(shape, 3), where)
 
 
-@both
+@each
 def test_rows_may_lie_apart(implementation: Implementation) -> None:
     """Keys are a slice of the fused projection, an expanded gradient has no strides at all."""
     where = Where(implementation, torch.float32)
@@ -63,7 +65,7 @@ def test_rows_may_lie_apart(implementation: Implementation) -> None:
     check_rms_norm(columns, weight, where.random((12, 5), 6).t(), where)
 
 
-@both
+@each
 def test_no_rows_give_no_output_and_a_gradient_of_zero(implementation: Implementation) -> None:
     x, weight = torch.randn(0, 1, 8, requires_grad=True), torch.randn(8, requires_grad=True)
     out = rms_norm(x, weight, EPS, implementation=implementation)
@@ -72,8 +74,7 @@ def test_no_rows_give_no_output_and_a_gradient_of_zero(implementation: Implement
     assert x.grad.shape == x.shape and torch.equal(weight.grad, torch.zeros(8))
 
 
-@both
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize(("implementation", "dtype"), cases(torch.float32, torch.float16), ids=str)
 def test_the_first_saved_tensor_gives_the_output_again(dtype: torch.dtype, implementation: Implementation) -> None:
     """To the bit: a layer that keeps no output computes it from there."""
     where = Where(implementation, dtype)
@@ -85,7 +86,7 @@ def test_the_first_saved_tensor_gives_the_output_again(dtype: torch.dtype, imple
     assert inverse.dtype == torch.float32 and inverse.shape == (9, 1, 1)
 
 
-@both
+@each
 def test_a_row_gives_the_same_bits_alone_and_without_gradients(implementation: Implementation) -> None:
     where = Where(implementation, torch.float32)
     x, weight = where.random((70, 37), 1).requires_grad_(), where.random((37,), 2)

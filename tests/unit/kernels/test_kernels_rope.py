@@ -1,4 +1,4 @@
-"""Rotary positions, both implementations with one set of tests."""
+"""Rotary positions, all implementations with one set of tests."""
 
 from __future__ import annotations
 
@@ -6,13 +6,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from helpers.small_kernels import DTYPES, ON_CPU, Where, angle_table, check_rotation, exact_rotation
+from helpers.small_kernels import DTYPES, ON_CPU, Where, angle_table, cases, check_rotation, exact_rotation
+from megatron_klear_kernels.implementations import Implementation
 from megatron_klear_kernels.rope.autograd import rotate
-from megatron_klear_kernels.triton_support import Implementation, interpreted
+from megatron_klear_kernels.triton_support import interpreted
 
 # (positions, query heads, key heads, half a head)
 SIZES = [(1, 1, 1, 1), (7, 4, 2, 6), (5, 20, 3, 5), (3, 33, 17, 64), (9, 16, 8, 48)]
-both = pytest.mark.parametrize("implementation", ON_CPU)
+each = pytest.mark.parametrize("implementation", ON_CPU)
+each_case = pytest.mark.parametrize(("implementation", "dtype"), cases(*DTYPES), ids=str)
 
 
 def test_the_closed_form_is_transformers_rotation() -> None:
@@ -24,8 +26,7 @@ def test_the_closed_form_is_transformers_rotation() -> None:
     torch.testing.assert_close(exact_rotation(x, cos, sin), written_out, rtol=0, atol=1e-15)
 
 
-@both
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@each_case
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
 def test_values_and_gradients(
     sizes: tuple[int, int, int, int], dtype: torch.dtype, implementation: Implementation
@@ -35,7 +36,7 @@ def test_values_and_gradients(
     check_rotation(query, key, angle_table(num_positions, half, where), where)
 
 
-@both
+@each
 def test_parts_of_the_fused_projection(implementation: Implementation) -> None:
     """[T, groups, (heads of a group + key + value) x D], cut up as Megatron does; and heads or dimensions first."""
     where = Where(implementation, torch.float32)
@@ -48,7 +49,7 @@ def test_parts_of_the_fused_projection(implementation: Implementation) -> None:
     check_rotation(one_group, fused[..., 24:36], tuple(every_other), where)  # type: ignore[arg-type]
 
 
-@both
+@each
 def test_nothing_is_written_over_and_only_the_table_is_kept(implementation: Implementation) -> None:
     where, kept = Where(implementation, torch.float32), []
     query, key = where.random((5, 2, 8), 1).requires_grad_(), where.random((5, 1, 8), 2).requires_grad_()
@@ -67,7 +68,7 @@ def test_nothing_is_written_over_and_only_the_table_is_kept(implementation: Impl
     assert all(torch.equal(grad, torch.ones_like(grad)) for grad in grads)
 
 
-@both
+@each
 def test_the_gradient_turns_back(implementation: Implementation) -> None:
     where = Where(implementation, torch.float32)
     query, key = where.random((5, 2, 8), 1).requires_grad_(), where.random((5, 1, 8), 2).requires_grad_()
@@ -77,7 +78,7 @@ def test_the_gradient_turns_back(implementation: Implementation) -> None:
         torch.testing.assert_close(found, x.detach())
 
 
-@both
+@each
 def test_no_positions(implementation: Implementation) -> None:
     where = Where(implementation, torch.float32)
     query, key = torch.randn(0, 2, 8, requires_grad=True), torch.randn(0, 1, 8, requires_grad=True)

@@ -1,4 +1,4 @@
-"""SwiGLU, both implementations with one set of tests."""
+"""SwiGLU, all implementations with one set of tests."""
 
 from __future__ import annotations
 
@@ -7,12 +7,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from helpers.small_kernels import DTYPES, ON_CPU, Where, check_swiglu, exact_swiglu
+from helpers.small_kernels import DTYPES, ON_CPU, Where, cases, check_swiglu, exact_swiglu
+from megatron_klear_kernels.implementations import Implementation
 from megatron_klear_kernels.swiglu.autograd import swiglu
-from megatron_klear_kernels.triton_support import Implementation, interpreted
+from megatron_klear_kernels.triton_support import interpreted
 
 SHAPES = [(1, 2), (7, 1, 96), (40, 3, 130), (2, 1, 2 * 1000), (2, 2 * 5001)]
-both = pytest.mark.parametrize("implementation", ON_CPU)
+each = pytest.mark.parametrize("implementation", ON_CPU)
+each_case = pytest.mark.parametrize(("implementation", "dtype"), cases(*DTYPES), ids=str)
 
 
 def test_the_closed_form_is_the_derivative() -> None:
@@ -30,15 +32,14 @@ def test_the_closed_form_is_the_derivative() -> None:
         assert slope == pytest.approx(float(grad_x.flatten()[index]), abs=1e-8)
 
 
-@both
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@each_case
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_values_and_gradients(shape: tuple[int, ...], dtype: torch.dtype, implementation: Implementation) -> None:
     where = Where(implementation, dtype)
     check_swiglu(3 * where.random(shape, 1), where.random((*shape[:-1], shape[-1] // 2), 2), where)
 
 
-@both
+@each
 def test_rows_may_lie_apart(implementation: Implementation) -> None:
     where = Where(implementation, torch.float32)
     whole = where.random((6, 2, 100), 1)
@@ -50,7 +51,7 @@ def test_rows_may_lie_apart(implementation: Implementation) -> None:
     check_swiglu(columns, where.random((32, 5), 5).t(), where)
 
 
-@both
+@each
 def test_an_expert_without_tokens(implementation: Implementation) -> None:
     x = torch.randn(0, 16, requires_grad=True)
     out = swiglu(x, implementation=implementation)
@@ -58,7 +59,7 @@ def test_an_expert_without_tokens(implementation: Implementation) -> None:
     assert out.shape == (0, 8) and x.grad is not None and x.grad.shape == x.shape
 
 
-@both
+@each
 @pytest.mark.filterwarnings("ignore:overflow encountered in exp:RuntimeWarning")
 def test_gates_beyond_the_range_of_exp(implementation: Implementation) -> None:
     gates = torch.tensor([-1e4, -100.0, -0.0, 0.0, 100.0, 1e4])
@@ -69,8 +70,7 @@ def test_gates_beyond_the_range_of_exp(implementation: Implementation) -> None:
     assert grad[0, :6].tolist() == [0.0, 0.0, 1.0, 1.0, 2.0, 2.0]
 
 
-@both
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize(("implementation", "dtype"), cases(torch.float32, torch.float16), ids=str)
 def test_rounded_as_torch_rounds_it(dtype: torch.dtype, implementation: Implementation) -> None:
     """silu(gate) first, then the product: the bits of torch, but where its exp rounds to the other side."""
     x = (2 * torch.randn(50, 200, generator=torch.Generator().manual_seed(1))).to(dtype)
@@ -81,7 +81,7 @@ def test_rounded_as_torch_rounds_it(dtype: torch.dtype, implementation: Implemen
     torch.testing.assert_close(out, wanted)
 
 
-@both
+@each
 def test_only_the_input_is_kept(implementation: Implementation) -> None:
     x, kept = torch.randn(5, 8, requires_grad=True), []
 

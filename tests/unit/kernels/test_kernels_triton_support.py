@@ -10,9 +10,11 @@ from pathlib import Path
 import pytest
 import torch
 
-import megatron_klear_kernels.triton_support as support
+import megatron_klear_kernels.implementations as support
+import megatron_klear_kernels.triton_support as triton_support
+from megatron_klear_kernels.implementations import small_kernels
 from megatron_klear_kernels.rms_norm.autograd import rms_norm
-from megatron_klear_kernels.triton_support import small_kernels, why_unavailable
+from megatron_klear_kernels.triton_support import why_unavailable
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 
@@ -23,7 +25,7 @@ import torch
 from megatron_klear_kernels.rms_norm.autograd import rms_norm
 from megatron_klear_kernels.rope.autograd import rotate
 from megatron_klear_kernels.swiglu.autograd import swiglu
-from megatron_klear_kernels.triton_support import small_kernels
+from megatron_klear_kernels.implementations import small_kernels
 swiglu(rms_norm(torch.ones(2, 4), torch.ones(4), 1e-6))
 rotate(torch.ones(1, 1, 2), torch.ones(1, 1, 2), torch.ones(1, 1, 1), torch.ones(1, 1, 1))
 print(small_kernels(True, torch.bfloat16))
@@ -38,7 +40,7 @@ from megatron_klear_kernels.rope.autograd import rotate
 from megatron_klear_kernels.swiglu.autograd import swiglu
 from megatron_klear_kernels.triton_support import interpreted
 assert not interpreted()
-import megatron_klear_kernels.triton_support as support
+import megatron_klear_kernels.implementations as support
 support.why_unavailable = lambda device: None
 for dtype in (torch.bfloat16, torch.float32):
     for width in (128, 4096, 1000):
@@ -67,8 +69,16 @@ def run(code: str, **environment: str) -> str:
     return done.stdout.strip()
 
 
-def test_on_a_cpu_torch_runs_even_where_the_interpreter_could() -> None:
-    assert str(small_kernels(False, torch.bfloat16)) == "small kernels: eager (no CUDA tensors)"
+def test_on_a_cpu_triton_never_runs_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Even where the interpreter could."""
+    choose = small_kernels.__wrapped__
+    assert (
+        str(choose(False, torch.bfloat16)) == "small kernels: eager (the C kernels are for float32, not torch.bfloat16)"
+    )
+    monkeypatch.setattr(support, "why_missing", lambda: None)
+    assert str(choose(False, torch.float32)) == "small kernels: native (float32 on a CPU)"
+    monkeypatch.setattr(support, "why_missing", lambda: "no C compiler")
+    assert str(choose(False, torch.float32)) == "small kernels: eager (no C compiler)"
 
 
 @pytest.mark.parametrize(
@@ -91,7 +101,7 @@ def test_on_cuda_triton_runs_where_it_is_there(
 
 def test_triton_asked_for_where_it_cannot_run_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("triton", reason="the package triton is not installed")
-    monkeypatch.setattr(support, "interpreted", lambda: False)
+    monkeypatch.setattr(triton_support, "interpreted", lambda: False)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     assert why_unavailable(CUDA) is None
     with pytest.raises(ValueError, match=r"the tensors are on cpu.*TRITON_INTERPRET=1.*ask for \"eager\""):

@@ -25,9 +25,10 @@ from megatron_klear.launch.activations import (
 from megatron_klear.models.build import DTYPES, build_stage
 from megatron_klear.models.qwen3.attention import MAX_DENSE_LENGTH
 from megatron_klear.parallel.device import megatron_scope
+from megatron_klear_kernels.native.library import can_attend
 
 SMALL = tiny_shape(False).model_copy(update={"max_position_embeddings": 2048})
-# Widths all different, MLP far wider than the heads, one KV head for four.
+# Widths all different, MLP far wider than the heads, one KV head for four; heads that the C kernel takes.
 WIDE = SMALL.model_copy(
     update={
         "hidden_size": 48,
@@ -61,7 +62,9 @@ def counted(shape: Qwen3Shape, lengths: Sequence[int], parallel: ParallelConfig,
 def predicted(shape: Qwen3Shape, lengths: Sequence[int], parallel: ParallelConfig, dtype: str) -> int:
     short, tokens = [length for length in lengths if length <= MAX_DENSE_LENGTH], sum(lengths)
     blocks = ((len(short), max(short)),) if short else ()
-    path = AttentionPath("blocks", blocks, alone=tokens - sum(short))
+    in_c = dtype == "float32" and can_attend(torch.empty(0), shape.head_dim)
+    # The C kernel keeps what a GPU's does.
+    path = FUSED if in_c else AttentionPath("blocks", blocks, alone=tokens - sum(short))
     layers = saved_activation_bytes(shape, tokens, parallel, dtype, num_layers=shape.num_hidden_layers, attention=path)
     # Where attention is recomputed, cos and sin live in the closure that does it, which autograd does not see.
     hidden = parallel.recompute_granularity == "full" and parallel.recompute_method == "uniform"

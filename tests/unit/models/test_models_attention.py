@@ -1,8 +1,9 @@
-"""Packed attention, in dense blocks and one by one, against plain float64 attention of each sequence."""
+"""Packed attention, in C, in dense blocks and one by one, against plain float64 attention of each sequence."""
 
 from __future__ import annotations
 
 import itertools
+import sys
 from collections.abc import Callable, Sequence
 
 import pytest
@@ -16,10 +17,18 @@ from megatron_klear.config.recipe import ParallelConfig
 from megatron_klear.config.rope import RopeConfig
 from megatron_klear.models.qwen3 import attention as attention_module
 from megatron_klear.models.qwen3 import dense_attention as dense_module
-from megatron_klear.models.qwen3.attention import MAX_DENSE_LENGTH, PackedAttention, PackedSequences, packed_sequences
-from megatron_klear.models.qwen3.dense_attention import DensePlan
+from megatron_klear.models.qwen3.attention import (
+    MAX_DENSE_LENGTH,
+    MAX_NATIVE_LENGTH,
+    PackedAttention,
+    PackedSequences,
+    ShortSequences,
+    packed_sequences,
+)
+from megatron_klear.models.qwen3.dense_attention import DensePlan, Share, dense_plan
 from megatron_klear.models.qwen3.spec import qwen3_config
 from megatron_klear.types import Topology
+from megatron_klear_kernels.native.library import why_missing
 
 HEADS, GROUPS, DIM = 4, 2, 12
 THETA = 1000.0
@@ -41,7 +50,8 @@ def packed(lengths: Sequence[int], *, dtype: torch.dtype = torch.float32) -> Pac
 
 
 def attention(sequences: PackedSequences) -> Forward:
-    config = qwen3_config(tiny_shape(tied=True), ParallelConfig(), dtype=torch.float32, on_cpu=True)
+    shape = tiny_shape(tied=True).model_copy(update={"head_dim": DIM})
+    config = qwen3_config(shape, ParallelConfig(), dtype=torch.float32, on_cpu=True)
     module = PackedAttention(config, 1, AttnMaskType.causal, "self")
     module.engine = None  # where there is a GPU with Transformer Engine: this is a test of the other paths
     return lambda q, k, v: module(q, k, v, None, packed_seq_params=sequences)
@@ -56,17 +66,39 @@ PATHS = {
 }
 
 
-@pytest.fixture(params=PATHS)
-def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    longest, scores = PATHS[request.param]
+def set_path(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    longest, scores = PATHS[name]
     monkeypatch.setattr(attention_module, "MAX_DENSE_LENGTH", longest)
+    monkeypatch.setattr(attention_module, "MAX_NATIVE_LENGTH", longest)
     monkeypatch.setattr(dense_module, "BLOCK_SCORES", scores)
+
+
+@pytest.fixture(params=[*PATHS, "in C", "in C and one by one"])
+def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The C kernel takes heads of a multiple of 16."""
+    if request.param.startswith("in C"):
+        if (reason := why_missing()) is not None:
+            pytest.skip(f"no C kernels: {reason}")
+        monkeypatch.setattr(sys.modules[__name__], "DIM", 16)
+    names = {"in C": "dense", "in C and one by one": "mixed"}
+    set_path(names.get(request.param, request.param), monkeypatch)
     return request.param
 
 
-def planned(sequences: PackedSequences) -> DensePlan:
+def planned(lengths: Sequence[int]) -> DensePlan:
+    return dense_plan(
+        packed(lengths).starts,
+        Share(),
+        heads=HEADS,
+        groups=GROUPS,
+        longest=attention_module.MAX_DENSE_LENGTH,
+        dtype=torch.float32,
+    )
+
+
+def shared(sequences: PackedSequences) -> ShortSequences:
     q, k, _ = projections(int(sequences.starts[-1]))
-    return sequences.dense_plan(q, k)
+    return sequences.short_sequences(q, k)
 
 
 def rotate_half(x: Tensor) -> Tensor:
@@ -115,8 +147,10 @@ def test_output_and_gradients(lengths: Sequence[int], path: str) -> None:
         torch.testing.assert_close(mine.double(), theirs, rtol=1e-5, atol=5e-6)
 
 
-def test_blocks_of_like_lengths(path: str) -> None:
-    plan = planned(packed(RAGGED))
+@pytest.mark.parametrize("path", PATHS)
+def test_blocks_of_like_lengths(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    set_path(path, monkeypatch)
+    plan = planned(RAGGED)
     found = [(block.num_sequences, block.mask.size(-1)) for block in plan.blocks], plan.left_out
     assert (
         found
@@ -172,14 +206,22 @@ def test_a_maximum_length_above_the_longest_sequence_changes_nothing() -> None:
 
 
 def test_only_long_sequences_leave_the_dense_path() -> None:
-    plan = planned(packed((MAX_DENSE_LENGTH, 2, MAX_DENSE_LENGTH + 1)))
-    assert plan.left_out == (2,)
+    lengths = (MAX_DENSE_LENGTH, 2, MAX_DENSE_LENGTH + 1)
+    plan = planned(lengths)
+    assert plan.left_out == shared(packed(lengths)).left_out == (2,)
     assert sum(block.num_sequences for block in plan.blocks) == 2
+
+
+def test_the_c_kernel_takes_longer_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    if (reason := why_missing()) is not None:
+        pytest.skip(f"no C kernels: {reason}")
+    monkeypatch.setattr(sys.modules[__name__], "DIM", 16)
+    assert shared(packed((MAX_NATIVE_LENGTH, 2, MAX_NATIVE_LENGTH + 1))).left_out == (2,)
 
 
 def test_a_plan_is_made_once() -> None:
     sequences = packed(RAGGED)
-    assert planned(sequences) is planned(sequences)
+    assert shared(sequences) is shared(sequences)
 
 
 def test_what_the_layers_share() -> None:

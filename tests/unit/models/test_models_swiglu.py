@@ -1,4 +1,4 @@
-"""SwiGLU: the bits of autograd on the formula, keeping its input alone."""
+"""SwiGLU: what autograd gives on the formula, keeping its input alone."""
 
 from __future__ import annotations
 
@@ -25,9 +25,11 @@ def test_output_and_gradient_are_those_of_autograd(shape: tuple[int, ...], dtype
     grad = torch.randn(out.shape, generator=generator).to(dtype)
     out.backward(grad)
     wanted.backward(grad)
-    assert torch.equal(out, wanted)
     assert x.grad is not None and y.grad is not None
-    assert torch.equal(x.grad, y.grad)
+    # In bfloat16 torch's own operations run, in its order; in float32 the C kernel may.
+    tolerance = 0.0 if dtype == torch.bfloat16 else 3e-6
+    torch.testing.assert_close(out, wanted, rtol=tolerance, atol=tolerance)
+    torch.testing.assert_close(x.grad, y.grad, rtol=tolerance, atol=tolerance)
 
 
 def test_only_the_input_is_kept() -> None:

@@ -22,16 +22,23 @@ from megatron_klear.rollout.embedded import EmbeddedEngine
 from megatron_klear.types import Completion, GenerationRequest, Piece
 
 SEED = 11
+
+
+def engine_shape(tied: bool) -> Qwen3Shape:
+    """Tied: heads of 12, for which attention has products alone. Untied: heads of 16, which the C kernel takes."""
+    return tiny_shape(True) if tied else tiny_shape(False).model_copy(update={"head_dim": 16})
+
+
 Weights = Iterable[tuple[str, Tensor]]
 
 
 @cache
 def weights(tied: bool) -> dict[str, Tensor]:
-    return random_tensors(tiny_shape(tied), SEED)
+    return random_tensors(engine_shape(tied), SEED)
 
 
 def engine(tied: bool = True, *, max_running_requests: int = 3) -> EmbeddedEngine:
-    made = EmbeddedEngine(tiny_shape(tied), max_running_requests=max_running_requests)
+    made = EmbeddedEngine(engine_shape(tied), max_running_requests=max_running_requests)
     made.load_weights(weights(tied).items(), 7)
     return made
 
@@ -59,7 +66,7 @@ def requests(num: int = 11, *, temperature: float = 1.0) -> list[GenerationReque
 def rescored(tied: bool, request: GenerationRequest, completion: Completion) -> Tensor:
     """transformers' log-probs of the completion's tokens under softmax(logits / temperature)."""
     ids = torch.tensor([[*request.token_ids, *completion.token_ids]])
-    logits = hf_model(tiny_shape(tied), weights(tied))(ids).logits[0]
+    logits = hf_model(engine_shape(tied), weights(tied))(ids).logits[0]
     own = logits[len(request.token_ids) - 1 : -1] / (request.temperature or 1.0)
     return own.log_softmax(dim=-1).gather(1, torch.tensor(completion.token_ids)[:, None])[:, 0]
 
@@ -77,7 +84,7 @@ def test_logprobs_are_those_of_transformers(tied: bool, temperature: float) -> N
 @pytest.mark.parametrize("tied", (True, False), ids=("tied", "untied"))
 def test_greedy_tokens_are_those_of_transformers(tied: bool) -> None:
     jobs = requests(temperature=0.0)
-    model: Any = hf_model(tiny_shape(tied), weights(tied))
+    model: Any = hf_model(engine_shape(tied), weights(tied))
     for request, completion in zip(jobs, engine(tied).generate(jobs), strict=True):
         prompt = torch.tensor([request.token_ids])
         theirs = model.generate(
@@ -91,7 +98,7 @@ def test_greedy_tokens_are_those_of_transformers(tied: bool) -> None:
 
 def test_a_hugging_face_folder_serves_as_weights(tmp_path: Path) -> None:
     """What transformers saved, read back through shape and tensors."""
-    hf_model(tiny_shape(tied=True), weights(True)).save_pretrained(tmp_path)
+    hf_model(engine_shape(tied=True), weights(True)).save_pretrained(tmp_path)
     shape = read_shape(tmp_path)
     made = EmbeddedEngine(shape, max_running_requests=3)
     with open_folder(tmp_path, shape) as source:
@@ -141,7 +148,7 @@ def test_seeds_decide_the_draws() -> None:
 
 def test_a_flat_model_draws_all_tokens_alike_and_each_anew() -> None:
     """An embedding of zeros makes every logit zero. One uniform number for a whole response would repeat its token."""
-    shape = tiny_shape(tied=True)
+    shape = engine_shape(tied=True)
     flat = weights(True) | {"model.embed_tokens.weight": torch.zeros(61, 32)}
     made = EmbeddedEngine(shape, max_running_requests=16)
     made.load_weights(flat.items(), 1)
@@ -201,7 +208,7 @@ def test_an_engine_can_generate_again_with_longer_sequences_and_new_weights() ->
     before = made.generate(short)
     made.generate(long)
     assert_same(made.generate(short), before)
-    made.load_weights(random_tensors(tiny_shape(True), SEED + 1).items(), 8)
+    made.load_weights(random_tensors(engine_shape(True), SEED + 1).items(), 8)
     after = made.generate(short)
     assert [c.pieces[0].weight_version for c in after] == [8, 8]
     assert after[0].token_ids != before[0].token_ids or after[0].logprobs != pytest.approx(before[0].logprobs, abs=0.1)
@@ -239,7 +246,7 @@ def test_the_longest_allowed_request_is_allowed() -> None:
 
 
 def test_an_engine_without_weights_says_so() -> None:
-    made = EmbeddedEngine(tiny_shape(tied=True))
+    made = EmbeddedEngine(engine_shape(tied=True))
     assert made.weight_version == -1
     with pytest.raises(RolloutError, match="no weights yet; call load_weights before generate"):
         made.generate(requests())
@@ -276,15 +283,15 @@ def test_bad_weights_are_refused_and_the_old_ones_stay(
     made, jobs = engine(), requests()
     before = made.generate(jobs)
     with pytest.raises(WeightSyncError, match=message):
-        made.load_weights(spoil(random_tensors(tiny_shape(True), SEED + 1)), 8)
+        made.load_weights(spoil(random_tensors(engine_shape(True), SEED + 1)), 8)
     assert made.weight_version == 7
     assert made.generate(jobs) == before
 
 
 def test_weights_are_copied() -> None:
     """The trainer goes on changing its own tensors in place."""
-    tensors = random_tensors(tiny_shape(True), SEED)
-    made = EmbeddedEngine(tiny_shape(True), max_running_requests=3)
+    tensors = random_tensors(engine_shape(True), SEED)
+    made = EmbeddedEngine(engine_shape(True), max_running_requests=3)
     made.load_weights(tensors.items(), 7)
     for tensor in tensors.values():
         tensor.zero_()
@@ -301,14 +308,14 @@ def next_logits(shape: Qwen3Shape, tensors: dict[str, Tensor]) -> Tensor:
 
 def test_every_weight_matters() -> None:
     """A tensor that is read from the wrong place, or not at all, would leave the logits as they are."""
-    shape = tiny_shape(tied=False)
+    shape = engine_shape(tied=False)
     plain = next_logits(shape, weights(False))
     for name, other in random_tensors(shape, SEED + 1).items():
         assert (next_logits(shape, weights(False) | {name: other}) - plain).abs().max() > 1e-2, name
 
 
 def test_bfloat16_weights_stay_close_to_float32() -> None:
-    shape = tiny_shape(tied=True)
+    shape = engine_shape(tied=True)
     made = EmbeddedEngine(shape, max_running_requests=3)
     made.load_weights(random_tensors(shape, SEED, torch.bfloat16).items(), 7)
     jobs = requests()
@@ -320,7 +327,7 @@ def test_bfloat16_weights_stay_close_to_float32() -> None:
 def test_bfloat16_weights_still_give_float32_logits() -> None:
     """The trainer's head multiplies in float32. Logits of size 16 rounded to bfloat16 are 0.06 off, and so is the
     ratio between trainer and engine, with equal weights."""
-    shape = tiny_shape(tied=False)
+    shape = engine_shape(tied=False)
     logits = next_logits(shape, random_tensors(shape, SEED, torch.bfloat16))
     assert logits.dtype == torch.float32
     assert not torch.equal(logits, logits.bfloat16().float())

@@ -1,0 +1,1 @@
+"""Small operations in C for a CPU, compiled where they run."""
