@@ -7,7 +7,8 @@ copy, measured in the same run. `share` is the time that a copy would need for t
 least move, divided by its time; no implementation is charged for what it moves beside them. Forward is that of
 training, with what it keeps. Implementations take turns; times are medians.
 
-On a CPU the Triton kernels and Liger's do not run, and torch.compile (minutes there) only with --compile.
+On a CPU the Triton kernels and Liger's do not run, the C kernels only with --dtype float32, and torch.compile (minutes
+there) only with --compile.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from megatron_klear_kernels.implementations import small_kernels
 from megatron_klear_kernels.rms_norm.autograd import rms_norm
 from megatron_klear_kernels.rope.autograd import rotate
 from megatron_klear_kernels.swiglu.autograd import swiglu
@@ -66,8 +68,10 @@ def plain_rotation(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tupl
     return tuple(torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1) for a, b in halves)
 
 
-def own(function: Function, on_cuda: bool) -> dict[str, Function]:
+def own(function: Function, on_cuda: bool, dtype: torch.dtype) -> dict[str, Function]:
     found = {"eager": lambda *args: function(*args, implementation="eager")}
+    if not on_cuda and small_kernels(False, dtype).implementation == "native":
+        found["native"] = lambda *args: function(*args, implementation="native")
     if on_cuda and why_unavailable(torch.device("cuda")) is None and not interpreted():
         found["triton"] = lambda *args: function(*args, implementation="triton")
     return found
@@ -104,7 +108,7 @@ def cases(tokens: int, dtype: torch.dtype, device: str, with_compile: bool) -> l
     def all_of(function: Function, kind: str, plain: Function, **more: Function) -> dict[str, Function]:
         compiled = {"compile": torch.compile(plain)} if with_compile else {}
         theirs = {"liger": liger_has[kind]} if kind in liger_has else {}
-        return own(function, on_cuda) | more | compiled | theirs
+        return own(function, on_cuda, dtype) | more | compiled | theirs
 
     norms = all_of(rms_norm, "norm", plain_norm, torch=lambda x, weight, eps: F.rms_norm(x, weight.shape, weight, eps))
     angles = torch.rand(tokens, 1, DIM // 2, device=device)

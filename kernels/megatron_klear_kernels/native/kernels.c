@@ -108,8 +108,8 @@ int transpose(const float *x, int64_t rows, int64_t columns, float *out, int thr
 /* x [outer, heads, width], with strides of the first two -> out and, unless it is NULL, normed, both contiguous, and
    inverse [outer * heads]. */
 int rms_norm_forward(const float *x, int64_t outer, int64_t heads, int64_t outer_stride, int64_t head_stride,
-                      int64_t width, const float *weight, float eps, float *out, float *normed, float *inverse,
-                      int threads) {
+                     int64_t width, const float *weight, float eps, float *out, float *normed, float *inverse,
+                     int threads) {
 #pragma omp parallel for num_threads(threads_for(outer * heads * width, threads)) schedule(static)
     for (int64_t position = 0; position < outer; position++)
         for (int64_t head = 0; head < heads; head++) {
@@ -219,7 +219,7 @@ int swiglu_backward(const float *grad, const float *x, int64_t rows, int64_t wid
 
 /* x [positions, heads, 2 half] with strides, cos and sin [positions, half], sign 1 or -1 -> out contiguous. */
 int rotate(const float *x, int64_t positions, int64_t heads, int64_t half, int64_t position_stride,
-            int64_t head_stride, const float *cosines, const float *sines, float sign, float *out, int threads) {
+           int64_t head_stride, const float *cosines, const float *sines, float sign, float *out, int threads) {
 #pragma omp parallel for num_threads(threads_for(2 * positions * heads * half, threads)) schedule(static)
     for (int64_t position = 0; position < positions; position++)
         for (int64_t head = 0; head < heads; head++) {

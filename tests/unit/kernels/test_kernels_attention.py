@@ -62,7 +62,9 @@ def test_values_and_gradients(heads: tuple[int, int, int], lengths: Sequence[int
     leaves, exact_leaves = (
         [x.to(dtype).requires_grad_() for x in operands] for dtype in (torch.float32, torch.float64)
     )
-    out, exact = short_attention(*leaves, scale, sequences(lengths)), exact_attention(*exact_leaves, lengths, scale)
+    (q, k, v), (exact_q, exact_k, exact_v) = leaves, exact_leaves
+    out = short_attention(q, k, v, scale, sequences(lengths))
+    exact = exact_attention(exact_q, exact_k, exact_v, lengths, scale)
     torch.testing.assert_close(out.double(), exact, rtol=1e-5, atol=3e-6)
     found = torch.autograd.grad(out, leaves, upstream)
     wanted = torch.autograd.grad(exact, exact_leaves, upstream.double())
@@ -71,9 +73,9 @@ def test_values_and_gradients(heads: tuple[int, int, int], lengths: Sequence[int
 
 
 def test_positions_of_no_sequence_are_zero_and_get_no_gradient() -> None:
-    leaves = [random(12, 2, 16, seed=i).requires_grad_() for i in range(3)]
+    q, k, v = leaves = [random(12, 2, 16, seed=i).requires_grad_() for i in range(3)]
     middle = Sequences(torch.tensor([3]), torch.tensor([5]), cover_all=False)
-    out = short_attention(*leaves, 0.25, middle)
+    out = short_attention(q, k, v, 0.25, middle)
     grads = torch.autograd.grad(out, leaves, torch.ones_like(out))
     for x in (out, *grads):
         # (The first query sees one key, whatever it asks for.)

@@ -80,9 +80,9 @@ def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str
         if (reason := why_missing()) is not None:
             pytest.skip(f"no C kernels: {reason}")
         monkeypatch.setattr(sys.modules[__name__], "DIM", 16)
-    names = {"in C": "dense", "in C and one by one": "mixed"}
-    set_path(names.get(request.param, request.param), monkeypatch)
-    return request.param
+    path: str = request.param
+    set_path({"in C": "dense", "in C and one by one": "mixed"}.get(path, path), monkeypatch)
+    return path
 
 
 def planned(lengths: Sequence[int]) -> DensePlan:
