@@ -125,11 +125,13 @@ def write_files(transforms: Sequence[Any], buckets: Sequence[Any]) -> Written:
     # Files that are hashed as a whole need no CRC of each record: a fifth of the work. torch reads such files as ever;
     # `unzip` would complain of them. Newer releases keep the option for each thread.
     before = get_crc32_options()
-    with ThreadPoolExecutor(
-        max(1, len(buckets)), thread_name_prefix="write", initializer=set_crc32_options, initargs=(False,)
-    ) as pool:
-        found = list(pool.map(write, buckets))
-    set_crc32_options(before)
+    try:
+        with ThreadPoolExecutor(
+            max(1, len(buckets)), thread_name_prefix="write", initializer=set_crc32_options, initargs=(False,)
+        ) as pool:
+            found = list(pool.map(write, buckets))
+    finally:
+        set_crc32_options(before)
     entries: dict[Path, FileEntry] = {}
     outcome: dict[int, list[Any]] = {}
     for i, (bucket, result) in enumerate(zip(buckets, found, strict=True)):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from megatron_klear_kernels.native.library import call
+from megatron_klear_kernels.native.library import LANES, call
 
 
 def decode_attention(
@@ -30,6 +30,8 @@ def decode_attention(
     """
     rows, (_, groups, dim, room) = qkv.size(0), keys.shape
     per_group = qk_norm.size(1) - 1
+    assert qkv.size(1) == (qk_norm.numel() // dim + groups) * dim and turns.shape == (rows, dim // 2, 2)
+    assert begins.numel() == rows <= keys.size(0) and 0 < end <= room and room % LANES == 0
     out = qkv.new_empty(rows, groups * per_group * dim)
     sizes = rows, groups, per_group, dim, room, end
     call("decode_attention", qkv, qk_norm, turns, begins, *sizes, eps, keys, values, out)

@@ -17,7 +17,10 @@ from megatron_klear_kernels.native.library import call
 
 @dataclass(frozen=True, slots=True)
 class Sequences:
-    """Which positions are a sequence: `begins` and `lengths` [S] int64 on the host, and whether they are all."""
+    """Which positions are a sequence: `begins` and `lengths` [S] int64 on the host, and whether they are all.
+
+    Nothing checks them against the operands: C reads and writes where they say.
+    """
 
     begins: Tensor
     lengths: Tensor
@@ -27,6 +30,7 @@ class Sequences:
 class _ShortAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, sequences: Sequences, scale: float) -> Tensor:
+        assert key.shape == value.shape and query.size(0) == key.size(0) and query.size(1) % key.size(1) == 0
         query, key, value = query.contiguous(), key.contiguous(), value.contiguous()
         out, logsums = _made_like(query, sequences), query.new_empty(query.shape[:-1])
         call("attention_forward", query, key, value, *_sizes(query, key, sequences), scale, out, logsums)

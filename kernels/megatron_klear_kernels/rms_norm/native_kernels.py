@@ -11,6 +11,7 @@ from megatron_klear_kernels.native.library import call
 def forward(x: Tensor, weight: Tensor, eps: float, keep: bool) -> tuple[Tensor, Tensor, Tensor]:
     """x [..., H], weight [H] -> output and normed [..., H], inverse [..., 1]; the last two are empty without `keep`."""
     width = x.size(-1)
+    assert weight.shape == (width,), f"weight {tuple(weight.shape)} of rows of {width}"
     rows = x.reshape(-1, x.size(-2), width) if x.dim() > 2 else x.reshape(-1, 1, width)
     if rows.stride(2) != 1:
         rows = rows.contiguous()
@@ -25,6 +26,7 @@ def forward(x: Tensor, weight: Tensor, eps: float, keep: bool) -> tuple[Tensor, 
 def backward(grad: Tensor, normed: Tensor, weight: Tensor, inverse: Tensor) -> tuple[Tensor, Tensor]:
     """Gradients of x [..., H] and of the weight [H]; sums over rows end in float64."""
     width = normed.size(-1)
+    assert grad.shape == normed.shape
     grad_x, grad_weight = torch.empty_like(normed), weight.new_empty(width)
     call(
         "rms_norm_backward",

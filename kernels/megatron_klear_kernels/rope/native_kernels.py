@@ -16,6 +16,8 @@ def rotate(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor, inverse: bool) 
 def _rotated(x: Tensor, cos: Tensor, sin: Tensor, sign: float) -> Tensor:
     if x.stride(-1) != 1:
         x = x.contiguous()
+    num_positions, num_heads, dim = x.shape
+    assert cos.numel() == sin.numel() == num_positions * dim // 2
     out = x.new_empty(x.shape)
-    call("rotate", x, x.size(0), x.size(1), x.size(2) // 2, *x.stride()[:2], cos, sin, sign, out)
+    call("rotate", x, num_positions, num_heads, dim // 2, *x.stride()[:2], cos, sin, sign, out)
     return out

@@ -19,6 +19,7 @@ def forward(x: Tensor) -> Tensor:
 def backward(grad: Tensor, x: Tensor) -> Tensor:
     """Gradient of x [..., 2 F]."""
     width, x = x.size(-1) // 2, x.contiguous()
+    assert 2 * grad.numel() == x.numel()
     grad_x = torch.empty_like(x)
     call("swiglu_backward", grad.contiguous(), x, x.numel() // (2 * width), width, grad_x)
     return grad_x

@@ -80,6 +80,8 @@ class PackedSequences(PackedSeqParams):
         """For q [t, H, D] and k [T, G, D]; made when asked for, as kernels need none and it waits for `starts`."""
         if self.short is None:
             native = self.share.size == 1 and can_attend(query, query.size(2))
+            # C would read and write behind the end.
+            assert int(self.starts[-1]) == key.size(0), f"sequences of {self.starts[-1]} of {key.size(0)} positions"
             self.short = _in_c(self.starts) if native else _by_products(self.starts, self.share, query, key)
         return self.short
 

@@ -11,8 +11,12 @@ import pytest
 import torch
 
 import megatron_klear_kernels.native.library as library
+from megatron_klear_kernels.attention.decode import decode_attention
+from megatron_klear_kernels.attention.short import Sequences, short_attention
 from megatron_klear_kernels.linear.autograd import linear
 from megatron_klear_kernels.native.library import call, can_attend, why_missing
+from megatron_klear_kernels.rms_norm.autograd import rms_norm
+from megatron_klear_kernels.rope.autograd import rotate
 from megatron_klear_kernels.swiglu.autograd import swiglu
 
 needs_library = pytest.mark.skipif(why_missing() is not None, reason=f"no C kernels: {why_missing()}")
@@ -135,3 +139,21 @@ def test_the_number_of_threads_changes_no_bit_of_what_rows_give() -> None:
     out.sum().backward()
     assert x.grad is not None
     torch.testing.assert_close(x.grad, weight.sum(0).expand(3000, 128), rtol=1e-4, atol=1e-4)
+
+
+@needs_library
+def test_sizes_that_do_not_fit_never_reach_the_kernels() -> None:
+    """They would read and write behind the end of a tensor."""
+    x = torch.randn(5, 2, 16)
+    with pytest.raises(AssertionError, match=r"weight \(8,\) of rows of 16"):
+        rms_norm(x, torch.ones(8), 1e-6, implementation="native")
+    with pytest.raises(AssertionError):
+        rotate(x, x, torch.ones(4, 1, 8), torch.ones(4, 1, 8), implementation="native")
+    with pytest.raises(AssertionError):
+        short_attention(x, x[:4], x[:4], 1.0, Sequences(torch.tensor([0]), torch.tensor([5]), cover_all=True))
+    keys, values = torch.zeros(1, 1, 16, 32), torch.zeros(1, 1, 32, 16)
+    for end in (0, 33):
+        with pytest.raises(AssertionError):
+            decode_attention(
+                torch.ones(1, 48), torch.ones(1, 2, 16), torch.ones(1, 8, 2), keys, values, torch.tensor([0]), end, 1e-6
+            )
