@@ -13,7 +13,7 @@ help:
 	@echo "make test          CPU tests (without the marks gpu, slow, servers)"
 	@echo "make test-servers  real inference servers on CPU: sets them up (3 GB each), starts them, tests them (minutes)"
 	@echo "make test-sglang   the SGLang part of it"
-	@echo "make law           every layout against one rank: the whole table (minutes)"
+	@echo "make law           every layout against one rank: the whole table; other long tests (minutes)"
 	@echo "make campaign      a run killed 40 times must end as the unbroken one (2 minutes)"
 	@echo "make architecture  import rules and the table of size budgets"
 	@echo "make lint          ruff"
@@ -47,7 +47,7 @@ test-sglang: $(INSTALLED)
 
 law: $(INSTALLED)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -s -m 'law or not law' tests/dist/test_layout_law.py tests/dist/test_moe_law.py
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m law tests/dist --ignore tests/dist/test_layout_law.py --ignore tests/dist/test_moe_law.py
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m law tests --ignore tests/dist/test_layout_law.py --ignore tests/dist/test_moe_law.py
 
 campaign: $(INSTALLED)
 	OMP_NUM_THREADS=1 $(BIN)/python tests/e2e/kill_campaign.py --kills 40

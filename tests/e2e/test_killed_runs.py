@@ -28,7 +28,10 @@ def campaign(pool: Pool, options: Options) -> Report:
             random_times=0.25,
             words=("parallel.use_distributed_optimizer=false",),
         ),
-        Options(kills=4, steps=8, seed=4, phases=("write", "rename", "tracker"), async_save=True),
+        pytest.param(
+            Options(kills=4, steps=8, seed=4, phases=("write", "rename", "tracker"), async_save=True),
+            marks=pytest.mark.law,
+        ),
     ],
     ids=["waiting", "in the background"],
 )

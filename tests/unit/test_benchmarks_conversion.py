@@ -6,9 +6,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).resolve().parents[2]
 
 
+@pytest.mark.law
 def test_a_tiny_model_goes_there_and_back(tmp_path: Path) -> None:
     command = [sys.executable, "-W", "ignore", "benchmarks/conversion.py", "--model", "tiny", "--turns", "1"]
     done = subprocess.run(

@@ -20,7 +20,7 @@ def decode_attention(
         qkv: [R, G (Q + 1) D + G D]: a group's queries and its key, group by group, then the values; neighbours in a
             head are turned together.
         qk_norm: [G, Q + 1, D].
-        turns: [R, D/2, 2] cosines and sines, scaled so that scores need no scale.
+        turns: [R, ..., D/2, 2] cosines and sines, scaled so that scores need no scale.
         keys: [>= R, G, D, C], C a multiple of `LANES`; written to.
         values: [>= R, G, C, D]; written to.
         begins: [R] int64, first column of each row.
@@ -30,7 +30,7 @@ def decode_attention(
     """
     rows, (_, groups, dim, room) = qkv.size(0), keys.shape
     per_group = qk_norm.size(1) - 1
-    assert qkv.size(1) == (qk_norm.numel() // dim + groups) * dim and turns.shape == (rows, dim // 2, 2)
+    assert qkv.size(1) == (qk_norm.numel() // dim + groups) * dim and turns.numel() == rows * dim
     assert begins.numel() == rows <= keys.size(0) and 0 < end <= room and room % LANES == 0
     out = qkv.new_empty(rows, groups * per_group * dim)
     sizes = rows, groups, per_group, dim, room, end
