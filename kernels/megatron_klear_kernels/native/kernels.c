@@ -460,7 +460,7 @@ int decode_attention(const float *qkv, const float *norms, const float *turns, c
             float *own_keys = keys + task * dim * room, *own_values = values + task * room * dim;
             for (int64_t i = 0; i < dim; i++) own_keys[i * room + end - 1] = turned[per_group * dim + i];
             memcpy(own_values + (end - 1) * dim, from + wide + group * dim, dim * sizeof(float));
-            /* Whole vectors of columns: those before `begin` get the smallest share there is. */
+            /* Whole vectors of columns: those before `begin` get no share, and their values are not read. */
             int64_t base = begin / LANES * LANES, skipped = begin - base, seen = end - base, columns = round_up(seen);
             operand queries = {turned, dim, 1}, shares = {scores + skipped, columns, 1};
             multiply(per_group, columns, dim, queries, own_keys + base, room, scores, columns, 0);
